@@ -1,0 +1,1 @@
+"""Devices: copies between an engine's KV pages and places, ordered against compute."""

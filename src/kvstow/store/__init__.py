@@ -1,0 +1,1 @@
+"""Stores: what a tier keeps its frames in."""

@@ -1,0 +1,81 @@
+"""The Store contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvstow.key import ChunkKey
+
+Buffer = memoryview  # writable or read-only, contiguous, format "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The operation happened, whole; ``length`` bytes were read or written."""
+
+    length: int
+
+
+class Missing:
+    """No value under this key. Expected, not a fault."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+class Rejected:
+    """The store chose not to: already there, admission, no room. Expected, not a fault."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "REJECTED"
+
+
+MISSING: Final = Missing()
+REJECTED: Final = Rejected()
+
+Outcome = Done | Missing | Rejected
+
+
+class Store(Protocol):
+    """A flat map from ``ChunkKey`` to frame bytes. Blocking, batched, thread-safe.
+
+    It parses, checks, retries and logs nothing; wrappers (retry, limit, breaker) are stores themselves.
+    Outcomes come in the order of the arguments. Anything but an ``Outcome`` is raised: ``StoreUnavailable``
+    (transient) or ``StoreRefused`` (permanent), and then the caller must treat every item of the batch as
+    not done.
+    """
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Whether a whole value is there, as far as the store knows now. A later read may still miss."""
+        ...
+
+    def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
+        """Fill each writable buffer from its start with the value's bytes.
+
+        ``Done(n)``: ``n`` bytes came, the value's own length even where the buffer is longer. A value longer
+        than its buffer is ``REJECTED``. After ``MISSING``, ``REJECTED`` or an exception a buffer's content is
+        undefined. The store keeps no reference to a buffer after return.
+        """
+        ...
+
+    def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
+        """Store each value, the concatenation of its parts, all or nothing.
+
+        The first published value of a key wins: where one is already there, ``REJECTED``. No reader ever sees
+        part of a value. Parts are read only during the call.
+        """
+        ...
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove the values; keys that are not there are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Release resources. Idempotent; no other method is called afterwards."""
+        ...
