@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -37,7 +39,7 @@ class Executor(Protocol):
     touch needs no lock.
     """
 
-    def submit[T](
+    def submit(
         self,
         work: Callable[[], T],
         then: Callable[[T | None, BaseException | None], None],
