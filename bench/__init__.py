@@ -1,0 +1,1 @@
+"""`make bench`: what kvstow costs and gains, measured here."""

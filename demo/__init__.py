@@ -1,0 +1,1 @@
+"""`make demo`: a real vLLM server answers a repeated prompt from kvstow."""

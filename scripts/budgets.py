@@ -1,0 +1,70 @@
+"""Size budgets of the product code. Exits 1 and says what is over.
+
+They keep the code livable: what does not fit is split by responsibility or left out, not squeezed.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "kvstow"
+
+TOTAL_LINES = 6000
+MEDIAN_FILE_LINES = 120
+FILE_LINES = 450
+FUNCTION_LINES = 70
+FUNCTION_P95_LINES = 40
+SMALLEST_FILE_LINES = 5  # package markers do not pull the median down
+
+
+class Function(NamedTuple):
+    where: str
+    lines: int
+
+
+def functions(path: Path) -> list[Function]:
+    """Every function of a file, its decorators left out, and its lines, docstring included."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            found.append(Function(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", lines))
+    return found
+
+
+def rank(values: list[int], share: float) -> int:
+    """The value at ``share`` of the sorted list (nearest rank), 0 of none."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0
+
+
+def main() -> int:
+    sizes = {path: len(path.read_text().splitlines()) for path in sorted(SOURCE.rglob("*.py"))}
+    every = [function for path in sizes for function in functions(path)]
+    total = sum(sizes.values())
+    median = rank([n for n in sizes.values() if n >= SMALLEST_FILE_LINES], 0.5)
+    p95 = rank([f.lines for f in every], 0.95)
+    over = [f"{p.relative_to(ROOT)}: {n} lines, at most {FILE_LINES}" for p, n in sizes.items() if n > FILE_LINES]
+    over += [f"{f.where}: {f.lines} lines, at most {FUNCTION_LINES}" for f in every if f.lines > FUNCTION_LINES]
+    if total > TOTAL_LINES:
+        over.append(f"src/kvstow: {total} lines in all, at most {TOTAL_LINES}")
+    if median > MEDIAN_FILE_LINES:
+        over.append(f"src/kvstow: the median file has {median} lines, at most {MEDIAN_FILE_LINES}")
+    if p95 > FUNCTION_P95_LINES:
+        longest = ", ".join(f"{f.where} ({f.lines})" for f in sorted(every, key=lambda f: -f.lines)[:5])
+        over.append(f"functions: 95 % are within {p95} lines, wanted {FUNCTION_P95_LINES}; the longest: {longest}")
+    print(
+        f"budgets: {len(sizes)} files, {total} of {TOTAL_LINES} lines, median file {median} of {MEDIAN_FILE_LINES}, "
+        f"largest {max(sizes.values())} of {FILE_LINES}; {len(every)} functions, p95 {p95} of {FUNCTION_P95_LINES}, "
+        f"longest {max((f.lines for f in every), default=0)} of {FUNCTION_LINES}"
+    )
+    for line in over:
+        print(f"over budget: {line}", file=sys.stderr)
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

