@@ -41,7 +41,7 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "hash(): differs between processes and collides; use ChunkKey.digest() or blake3"
             case ast.ExceptHandler(type=None) if name not in BROAD_EXCEPT:
                 yield node.lineno, "bare except: catch what you can handle; the connector's edge takes the rest"
-            case ast.ExceptHandler(type=caught) if name not in BROAD_EXCEPT and not name.startswith(TEST_KIT):
+            case ast.ExceptHandler(type=ast.expr() as caught) if name not in BROAD_EXCEPT and not name.startswith(TEST_KIT):
                 if {n.id for n in ast.walk(caught) if isinstance(n, ast.Name)} & {"Exception", "BaseException"}:
                     yield node.lineno, "broad except: catch what you can handle; the connector's edge takes the rest"
 
