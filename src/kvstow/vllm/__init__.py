@@ -1,1 +1,1 @@
-"""kvstow.vllm"""
+"""The vLLM connector: the only package that imports vLLM."""

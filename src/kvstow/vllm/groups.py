@@ -1,0 +1,108 @@
+"""What vLLM's KV cache configuration says, in kvstow's terms; what is not served is refused here, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvstow.device.base import KVSpec
+from kvstow.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Block geometry of the one attention group that is served, in tokens."""
+
+    block_tokens: int
+    hash_tokens: int
+
+
+def layer_specs(config: KVCacheConfig) -> list[dict[str, KVCacheSpec]]:
+    """Per group, each layer's own spec in vLLM's layer order, which is the same on every tensor parallel rank."""
+    groups: list[dict[str, KVCacheSpec]] = []
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            groups.append({name: spec.kv_cache_specs[name] for name in group.layer_names})
+        else:
+            groups.append(dict.fromkeys(group.layer_names, spec))
+    return groups
+
+
+def device_specs(config: KVCacheConfig) -> list[dict[str, KVSpec]]:
+    """``layer_specs`` as the device contract wants them."""
+    return [
+        {name: _device_spec(name, spec, config.num_blocks) for name, spec in group.items()}
+        for group in layer_specs(config)
+    ]
+
+
+def _device_spec(name: str, spec: KVCacheSpec, num_blocks: int) -> KVSpec:
+    if not isinstance(spec, AttentionSpec):
+        raise UnsupportedError(f"layer {name}: kvstow does not serve {type(spec).__name__} caches")
+    return KVSpec(
+        num_blocks=num_blocks,
+        block_tokens=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        element_bytes=spec.dtype.itemsize,
+        page_bytes=spec.page_size_bytes,
+        mla=isinstance(spec, MLAAttentionSpec),
+    )
+
+
+def refuse_unserved_model(vllm_config: VllmConfig) -> None:
+    """Raise ``UnsupportedError`` for models and topologies whose KV cannot be kept right, before they load."""
+    model = vllm_config.model_config
+    name = model.model
+    if model.is_attention_free or model.is_hybrid or getattr(model, "has_inner_state", False):
+        raise UnsupportedError(
+            f"model {name} keeps recurrent state ({', '.join(model.architectures)}); kvstow restores attention KV only, "
+            "and a prefix restored without its state would be wrong. Remove --kv-transfer-config for this model."
+        )
+    parallel: Any = vllm_config.parallel_config
+    for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, size, 1) > 1:
+            raise UnsupportedError(f"kvstow does not serve --{size.replace('_', '-')} {getattr(parallel, size)} yet")
+
+
+def block_geometry(vllm_config: VllmConfig, config: KVCacheConfig) -> Blocks:
+    """Check the groups and give the block sizes. vLLM 0.30 has no ``hash_block_size``: it equals the block size."""
+    for names in layer_specs(config):
+        for name, spec in names.items():
+            if isinstance(spec, MambaSpec) or not isinstance(spec, AttentionSpec):
+                raise UnsupportedError(
+                    f"model {vllm_config.model_config.model}, layer {name}: kvstow does not serve {type(spec).__name__} caches"
+                )
+    if len(config.kv_cache_groups) != 1:
+        raise UnsupportedError(
+            f"model {vllm_config.model_config.model} has {len(config.kv_cache_groups)} KV cache groups; kvstow serves one. "
+            "Start vLLM with --disable-hybrid-kv-cache-manager."
+        )
+    block = config.kv_cache_groups[0].kv_cache_spec.block_size
+    hashed = getattr(config, "hash_block_size", None) or block
+    if block % hashed:
+        raise UnsupportedError(f"block size {block} is not a multiple of the hash block size {hashed}")
+    return Blocks(block, hashed)
+
+
+def kv_shard(vllm_config: VllmConfig, tp_rank: int, pp_rank: int) -> tuple[int, int]:
+    """Name of the distinct bytes that a rank holds: MLA latents are the same on every tensor parallel rank, and
+    with fewer KV heads than ranks vLLM gives ``tp_size / heads`` neighbours the same head."""
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    if vllm_config.model_config.use_mla:
+        return pp_rank, 0
+    distinct = min(tp_size, vllm_config.model_config.get_total_num_kv_heads())
+    return pp_rank, tp_rank * distinct // tp_size

@@ -1,0 +1,380 @@
+"""The connector in vLLM's scheduler process: what is a hit, what is loaded, what is stored.
+
+One thread, vLLM's engine core loop, calls everything here; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstow.engine import Engine, Found
+from kvstow.errors import UnsupportedError
+from kvstow.key import Namespace
+from kvstow.metrics import Metrics
+from kvstow.pool import Lease
+from kvstow.runtime import Clock
+from kvstow.vllm.identity import lora_digest
+from kvstow.vllm.metadata import Copy, Job, JobReport, Mount, StepMeta, WorkerMeta
+from kvstow.vllm.requests import Rules, Tracked
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("kvstow")
+
+SKIP_LOAD: Final = "kvstow.skip_load"
+SKIP_STORE: Final = "kvstow.skip_store"
+JOB_DEADLINE_S: Final = 60.0  # an idle engine is kept stepping at most this long for a worker's answer
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A job that workers have not all acknowledged. ``leases[i]`` pins the place of copy ``i``."""
+
+    req_id: str
+    load: bool
+    leases: list[Lease]
+    required_tokens: int
+    moved_tokens: int
+    total_tokens: int
+    since_s: float
+    report: JobReport = field(default_factory=lambda: JobReport(0, set(), 0, 0.0))
+
+
+class SchedulerSide:
+    """Decides; the workers' side copies. Built once the workers have said what their devices recognised."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        namespace: Namespace,
+        rules: Rules,
+        mount: Mount,
+        *,
+        loads: bool,
+        stores: bool,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._engine = engine
+        self._namespace = namespace
+        self._rules = rules
+        self._mount = mount
+        self._ranks = len(mount.shards)
+        self._mounted = 0
+        self._loads = loads
+        self._stores = stores
+        self._clock = clock
+        self._metrics = metrics
+        self._tracked: dict[str, Tracked] = {}
+        self._sent: dict[int, _Sent] = {}
+        self._next_job = 0
+        self._next_meta = StepMeta()
+        self._resets = 0
+        self._started_s = clock.monotonic()
+        self._broken = False
+
+    # --- queries -------------------------------------------------------------------------------------------------
+
+    def num_new_matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's hook: tokens that can be loaded beyond ``computed_tokens``; None means ask again.
+
+        Asked on every step while the request waits, so idempotent and cheap.
+        """
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._track(request)
+        tracked.local_tokens = computed_tokens
+        if not tracked.load or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        if self._mounted < self._ranks:
+            return (None, False) if self._starting() else (0, False)
+        chunk = self._rules.chunk_tokens
+        found = self._engine.fetch(request.request_id, tracked.keys(), computed_tokens // chunk)
+        if found.state is Found.PENDING:
+            return None, False
+        extra = found.chunks * chunk - computed_tokens
+        if self._rules.lookahead:
+            extra -= chunk
+        return (extra, True) if extra > 0 else (0, False)
+
+    def _starting(self) -> bool:
+        return not self._broken and self._clock.monotonic() - self._started_s < JOB_DEADLINE_S
+
+    def _track(self, request: Request) -> Tracked:
+        params = request.kv_transfer_params or {}
+        namespace = self._namespace_of(request)
+        tracked = Tracked(
+            request,
+            self._rules,
+            namespace,
+            load=self._loads and namespace is not None and not params.get(SKIP_LOAD, False),
+            store=self._stores and namespace is not None and not params.get(SKIP_STORE, False),
+        )
+        tracked.advance(0)
+        self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _namespace_of(self, request: Request) -> Namespace | None:
+        if self._broken:
+            return None
+        lora = request.lora_request
+        if lora is None:
+            return self._namespace
+        digest = lora_digest(lora.lora_path)
+        return None if digest is None else self._namespace.derive("lora", digest)
+
+    # --- allocation ----------------------------------------------------------------------------------------------
+
+    def update_state_after_alloc(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+        """vLLM's hook: ``external_tokens`` after the local hit are to be loaded into ``block_ids`` (all blocks of the
+        request, in order). 0 means that nothing is loaded, whatever was answered before."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        self._count_lookup(tracked, external_tokens)
+        if external_tokens == 0:
+            self._engine.forget(request.request_id)
+            return
+        start, end = tracked.local_tokens, tracked.local_tokens + external_tokens
+        chunk, block = self._rules.chunk_tokens, self._rules.block_tokens
+        first, last = start // chunk, -(-end // chunk)
+        leases = self._engine.hold(request.request_id, tracked.keys()[first:last])
+        copies: list[Copy] = []
+        for index, lease in enumerate(leases, start=first):
+            low, high = max(start, index * chunk), min(end, (index + 1) * chunk)
+            copies.append(Copy(lease.place, block_ids[low // block : high // block], (low - index * chunk) // block))
+        held_end = min(end, (first + len(leases)) * chunk)
+        job = self._new_job(tracked, copies, leases, load=True, required=external_tokens, moved=held_end - start)
+        job.lost = block_ids[held_end // block : -(-end // block)]
+        tracked.loading = job.job
+        self._next_meta.loads.append(job)
+
+    def _count_lookup(self, tracked: Tracked, external_tokens: int) -> None:
+        if tracked.counted or not tracked.load:
+            return
+        tracked.counted = True
+        chunk = self._rules.chunk_tokens
+        wanted = tracked.request.num_tokens - tracked.local_tokens
+        self._metrics.count("requested_tokens", wanted)
+        self._metrics.count("hit_tokens", external_tokens, tier="memory")
+        hits = -(-external_tokens // chunk)
+        self._metrics.count("hit_chunks", hits, tier="memory")
+        self._metrics.count("miss_chunks", max(0, wanted // chunk - hits))
+
+    def _new_job(
+        self, tracked: Tracked, copies: list[Copy], leases: list[Lease], *, load: bool, required: int, moved: int
+    ) -> Job:
+        job = Job(self._next_job, tracked.request.request_id, copies)
+        self._next_job += 1
+        self._sent[job.job] = _Sent(
+            job.req_id, load, leases, required, moved, tracked.request.num_tokens, self._clock.monotonic()
+        )
+        return job
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def build_meta(self, output: SchedulerOutput) -> StepMeta:
+        """vLLM's hook, once a step: the loads promised since the last step, and every chunk that this step completes."""
+        if not self._broken:
+            self._engine.poll()
+            if self._stores:
+                self._offer_new(output)
+                self._offer_cached(output)
+        meta, self._next_meta = self._next_meta, StepMeta()
+        meta.preempted = set(output.preempted_req_ids or ())
+        meta.has_forward = output.total_num_scheduled_tokens > 0
+        meta.mount = self._mount if self._mounted < self._ranks else None
+        return meta
+
+    def _offer_new(self, output: SchedulerOutput) -> None:
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            tracked = self._tracked.get(new.req_id)
+            if tracked is not None:
+                tracked.blocks = list(new.block_ids[0])
+                self._offer(tracked, new.num_computed_tokens + scheduled[new.req_id])
+
+    def _offer_cached(self, output: SchedulerOutput) -> None:
+        cached = output.scheduled_cached_reqs
+        scheduled = output.num_scheduled_tokens
+        get = self._tracked.get
+        resumed = cached.resumed_req_ids
+        for req_id, new_blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            tracked = get(req_id)
+            if tracked is None:
+                continue
+            if new_blocks is not None:
+                if req_id in resumed:
+                    tracked.blocks = list(new_blocks[0])
+                    tracked.advance(0)
+                else:
+                    tracked.blocks += new_blocks[0]
+            if computed + scheduled[req_id] >= tracked.next_end:
+                self._offer(tracked, computed + scheduled[req_id])
+
+    def _offer(self, tracked: Tracked, computed_tokens: int) -> None:
+        """Give a place to every full chunk of ``tracked`` that no tier holds; refusals are counted by the engine."""
+        if not tracked.store or self._mounted < self._ranks:
+            return
+        first, last = tracked.offered, tracked.complete_chunks(computed_tokens)
+        if last <= first:
+            return
+        tracked.advance(last)
+        keys = tracked.keys()[first:last]
+        per_chunk, chunk = self._rules.blocks_per_chunk, self._rules.chunk_tokens
+        copies: list[Copy] = []
+        leases: list[Lease] = []
+        for index in self._engine.missing(keys):
+            at = first + index
+            blocks = tracked.blocks[at * per_chunk : (at + 1) * per_chunk]
+            if len(blocks) < per_chunk or 0 in blocks:  # block 0 is vLLM's null block: this chunk's KV is gone
+                continue
+            lease = self._engine.reserve(keys[index], tracked.parent_hash(at), chunk)
+            if lease is not None:
+                copies.append(Copy(lease.place, blocks))
+                leases.append(lease)
+        if copies:
+            moved = len(copies) * chunk
+            job = self._new_job(tracked, copies, leases, load=False, required=moved, moved=moved)
+            tracked.stores.add(job.job)
+            self._next_meta.stores.append(job)
+
+    # --- results -------------------------------------------------------------------------------------------------
+
+    def update_from_workers(self, meta: WorkerMeta) -> None:
+        """vLLM's hook: what the workers have done, summed over ranks."""
+        if meta.mounted:
+            self._mounted += meta.mounted
+            if self._mounted >= self._ranks:
+                logger.info("Host pool mapped by %d of %d ranks", self._mounted, self._ranks)
+        for error in meta.errors:
+            logger.error("A worker reports: %s", error)
+        for number, report in meta.jobs.items():
+            sent = self._sent.get(number)
+            if sent is None:
+                continue
+            sent.report.merge(report)
+            if sent.report.ranks >= self._ranks:
+                del self._sent[number]
+                self._finish(number, sent)
+
+    def _finish(self, number: int, sent: _Sent) -> None:
+        tracked = self._tracked.get(sent.req_id)
+        if tracked is not None:
+            tracked.stores.discard(number)
+            if tracked.loading == number:
+                tracked.loading = None
+        report = sent.report
+        for index, lease in enumerate(sent.leases):
+            if not (sent.load or self._broken or index in report.failed):
+                self._engine.commit(lease)
+            lease.release()
+        failed = len(report.failed)
+        done = len(sent.leases) - failed
+        verb = "load" if sent.load else "store"
+        if failed:
+            self._metrics.count("failed_chunks", failed, tier="memory", reason=f"{verb}_copy")
+        if done:
+            self._metrics.count("loaded_chunks" if sent.load else "stored_chunks", done, tier="memory")
+            self._metrics.count("loaded_bytes" if sent.load else "stored_bytes", report.moved_bytes, tier="memory")
+            self._metrics.observe(f"{verb}_seconds", report.seconds, tier="memory")
+        self._log(sent, done)
+
+    def _log(self, sent: _Sent, done: int) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        report = sent.report
+        moved = sent.moved_tokens if done == len(sent.leases) else done * self._rules.chunk_tokens
+        rate = report.moved_bytes / report.seconds / 1e9 if report.seconds > 0 else 0.0
+        what, wanted = (
+            ("Retrieved %d out of %d required tokens (from %d total tokens)", (sent.required_tokens, sent.total_tokens))
+            if sent.load
+            else ("Stored %d out of %d total tokens", (sent.total_tokens,))
+        )
+        logger.info(
+            what + ", size: %.4f GB, cost %.1f ms, throughput: %.2f GB/s, request %s",
+            *(moved, *wanted, report.moved_bytes / 1e9, report.seconds * 1e3, rate, sent.req_id),
+        )
+
+    # --- ends ----------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+        """vLLM's hook, before the blocks are freed. True: a copy still reads them; the workers will say when it ended."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return False
+        self._engine.forget(request.request_id)
+        if tracked.loading is not None:
+            return False  # vLLM keeps the blocks itself until the workers report the load's end
+        if self._rules.save_decode and tracked.store and tracked.blocks and not _aborted(request):
+            tracked.blocks = list(block_ids)
+            # The last sampled token has no KV; with async scheduling the count may run ahead of what is known.
+            self._offer(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
+        if not tracked.stores:
+            return False
+        self._next_meta.finishing.append(request.request_id)
+        return True
+
+    def busy(self) -> bool:
+        """Whether an idle vLLM must keep stepping: something is on its way and not past its deadline."""
+        if self._mounted < self._ranks:
+            return self._starting()
+        if self._engine.busy():
+            return True
+        now = self._clock.monotonic()
+        return any(now - sent.since_s < JOB_DEADLINE_S for sent in self._sent.values())
+
+    def reset(self) -> None:
+        """Nothing stored so far is found again, in any tier, by anyone; what is in flight is never published.
+
+        The weights may have changed, so a request that has computed something takes no further part.
+        """
+        self._resets += 1
+        self._namespace = self._namespace.derive("reset", f"{self._clock.wall()!r}/{self._resets}")
+        self._engine.reset()
+        for req_id, tracked in self._tracked.items():
+            self._engine.forget(req_id)
+            fresh = not tracked.blocks and tracked.loading is None
+            tracked.rekey(self._namespace_of(tracked.request) if fresh and tracked.namespace is not None else None)
+
+    def disable(self, why: str) -> None:
+        """Take no further part: every later query misses, nothing more is stored. Loads already promised but not
+        sent are reported as lost, so that their requests recompute."""
+        if self._broken:
+            return
+        self._broken = True
+        logger.error("kvstow is switched off in this engine, requests are computed as without it: %s", why)
+        for tracked in self._tracked.values():
+            tracked.rekey(None)
+        for job in self._next_meta.loads:
+            job.lost = [block for copy in job.copies for block in copy.block_ids] + job.lost
+            job.copies = []
+
+    def take_stats(self) -> dict[str, Any] | None:
+        """What changed in the metrics since the last call; None when nothing did."""
+        return self._metrics.take()
+
+    def close(self) -> None:
+        self._engine.close(timeout_s=5.0)
+
+
+def _aborted(request: Request) -> bool:
+    return request.status.name in ("FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED")
+
+
+def check_ranks(hellos: dict[tuple[int, int], Any], world_size: int, host: str) -> None:
+    """Every rank must have answered, agree on the pages of its pipeline stage, and run on this host."""
+    if len(hellos) != world_size:
+        raise UnsupportedError(f"{len(hellos)} of {world_size} ranks answered kvstow's handshake: all must be on this host")
+    by_shard: dict[tuple[int, int], Any] = {}
+    for rank, hello in sorted(hellos.items()):
+        if hello.host != host:
+            raise UnsupportedError(f"rank (pp, tp) {rank} runs on another host; kvstow shares host memory among ranks of one host")
+        if by_shard.setdefault(hello.shard, hello.groups) != hello.groups:
+            raise UnsupportedError(f"rank (pp, tp) {rank} recognised other KV pages than a rank with the same heads")

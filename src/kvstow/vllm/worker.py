@@ -1,0 +1,188 @@
+"""The connector in a vLLM worker process: copies between pages and places, and reports their ends.
+
+One thread, the worker's, calls everything here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvstow.device.base import Device, Finished, KVSpec, Transfer
+from kvstow.errors import KVStowError
+from kvstow.layout import GroupPages
+from kvstow.pool import map_pool
+from kvstow.vllm.metadata import Hello, Job, JobReport, Mount, StepMeta, WorkerMeta
+
+logger = logging.getLogger("kvstow")
+
+MAX_ERRORS_PER_STEP = 8
+
+
+@dataclass(slots=True)
+class _Open:
+    job: Job
+    load: bool
+
+
+class WorkerSide:
+    """``rank`` is ``(pp_rank, tp_rank)``; ``make_device`` gives the device for a torch device type such as "cpu"."""
+
+    def __init__(
+        self,
+        make_device: Callable[[str], Device],
+        specs: list[dict[str, KVSpec]],
+        rank: tuple[int, int],
+        shard: tuple[int, int],
+        host: str,
+    ) -> None:
+        self._make_device = make_device
+        self._specs = specs
+        self._rank = rank
+        self._shard = shard
+        self._host = host
+        self._device: Device | None = None
+        self._groups: tuple[GroupPages, ...] = ()
+        self._mounted = False
+        self._mount_failed = False
+        self._writes = False
+        self._stores_submitted = True
+        self._open: dict[int, _Open] = {}
+        self._storing: dict[str, set[int]] = {}  # request to its store jobs that have not ended
+        self._finishing: set[str] = set()
+        self._received: set[str] = set()
+        self._lost_blocks: set[int] = set()
+        self._report = WorkerMeta()
+
+    @property
+    def device(self) -> Device | None:
+        """The device, once caches are registered."""
+        return self._device
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Recognise the engine's pages. Raises ``UnsupportedError`` for a layout that is not known."""
+        if self._device is None:
+            first = next(iter(kv_caches.values()))
+            kind = first[0].device.type if isinstance(first, (tuple, list)) else first.device.type
+            self._device = self._make_device(kind)
+        self._groups = self._device.attach(kv_caches, self._specs)
+
+    def hello(self) -> Hello:
+        """This rank's answer to the scheduler's handshake."""
+        return Hello(self._groups, self._shard, self._host)
+
+    # --- a step, in vLLM's order -----------------------------------------------------------------------------------
+
+    def handle_preemptions(self, meta: StepMeta) -> None:
+        """Before the forward: blocks of preempted requests may be overwritten by it, so their copies must be out."""
+        fenced = [job for req_id in meta.preempted for job in self._storing.get(req_id, ())]
+        if fenced and self._device is not None:
+            self._device.fence(fenced)
+
+    def bind(self, meta: StepMeta) -> None:
+        """A new step's metadata."""
+        self._stores_submitted = False
+        self._finishing.update(meta.finishing)
+        if meta.mount is not None and not self._mounted and not self._mount_failed:
+            self._mount(meta.mount)
+
+    def _mount(self, mount: Mount) -> None:
+        assert self._device is not None
+        try:
+            self._device.map_pool(map_pool(mount.pool), mount.shards[self._rank])
+        except (KVStowError, OSError) as error:
+            self._mount_failed = True
+            self._say(f"rank {self._rank} cannot map the host pool, so nothing will be stored or restored: {error}")
+            return
+        self._writes = self._rank in mount.writers
+        self._mounted = True
+        self._report.mounted += 1
+
+    def submit_loads(self, meta: StepMeta) -> None:
+        """Start this step's loads. Called once a step."""
+        for job in meta.loads:
+            self._start(job, load=True)
+
+    def submit_stores(self, meta: StepMeta) -> None:
+        """Start this step's stores, after its forward. Calls after the first do nothing."""
+        if self._stores_submitted:
+            return
+        self._stores_submitted = True
+        for job in meta.stores:
+            self._storing.setdefault(job.req_id, set()).add(job.job)
+            self._start(job, load=False)
+
+    def _start(self, job: Job, *, load: bool) -> None:
+        self._open[job.job] = _Open(job, load)
+        transfers = [Transfer(copy.place, copy.block_ids, copy.first_block) for copy in job.copies]
+        device = self._device
+        if not transfers or (self._mounted and not load and not self._writes):
+            self._end(Finished(job.job, (), None, 0, 0.0))
+        elif device is None or not self._mounted:
+            self._end(Finished(job.job, tuple(range(len(transfers))), "the host pool is not mapped", 0, 0.0))
+        elif load:
+            device.copy_in(job.job, transfers)
+        else:
+            device.copy_out(job.job, transfers)
+
+    # --- ends ------------------------------------------------------------------------------------------------------
+
+    def _end(self, finished: Finished) -> None:
+        opened = self._open.pop(finished.ticket, None)
+        if opened is None:
+            return
+        job = opened.job
+        self._report.jobs[job.job] = JobReport(1, set(finished.failed), finished.moved_bytes, finished.seconds)
+        if finished.error is not None:
+            self._say(f"{'load' if opened.load else 'store'} of request {job.req_id}: {finished.error}")
+        if opened.load:
+            self._received.add(job.req_id)
+            if finished.failed:
+                # A prefix ends at its first hole: what follows is not used, so all of it is reported.
+                for copy in job.copies[min(finished.failed) :]:
+                    self._lost_blocks.update(copy.block_ids)
+            self._lost_blocks.update(job.lost)
+            return
+        jobs = self._storing[job.req_id]
+        jobs.discard(job.job)
+        if not jobs:
+            del self._storing[job.req_id]
+
+    def _say(self, error: str) -> None:
+        logger.error("%s", error)
+        if len(self._report.errors) < MAX_ERRORS_PER_STEP:
+            self._report.errors.append(error)
+
+    def poll(self) -> None:
+        """Take the ends of copies from the device."""
+        if self._device is not None:
+            for finished in self._device.finished():
+                self._end(finished)
+
+    def take_finished(self) -> tuple[set[str] | None, set[str] | None]:
+        """Requests that finished sending and receiving, each once: vLLM frees or starts them."""
+        self.poll()
+        sent = {req_id for req_id in self._finishing if req_id not in self._storing}
+        self._finishing -= sent
+        received, self._received = self._received, set()
+        return sent or None, received or None
+
+    def take_lost_blocks(self) -> set[int]:
+        """Device blocks whose load failed, once."""
+        lost, self._lost_blocks = self._lost_blocks, set()
+        return lost
+
+    def take_report(self) -> WorkerMeta | None:
+        """What the scheduler must hear; None when there is nothing."""
+        report = self._report
+        if not report.jobs and not report.mounted and not report.errors:
+            return None
+        self._report = WorkerMeta()
+        return report
+
+    def close(self) -> None:
+        if self._device is not None:
+            self._device.close()
