@@ -1,0 +1,110 @@
+"""A Store wrapper that stops asking a store which keeps failing, and tries again after a while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import TypeVar
+
+from kvstow.errors import StoreRefused, StoreUnavailable
+from kvstow.key import ChunkKey
+from kvstow.runtime import Clock
+from kvstow.store.base import Buffer, Outcome, Store
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class BreakerState(IntEnum):
+    """Its numbers are what the ``tier_state`` gauge shows."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
+
+
+class Breaker:
+    """Forwards to ``store``; after ``failures`` failed calls in a row it is open for ``open_s`` seconds.
+
+    Open, a call raises ``StoreUnavailable`` at once. Then, half-open, one call is let through as a trial while
+    the others are still refused: its success closes the breaker, its failure opens it again.
+
+    Every exception but ``StoreRefused`` is a failure: a store that refuses has answered. A call that began
+    before the breaker opened decides nothing when it ends late. A call that never returns is not noticed here
+    (this thread is inside it): the tier watches for those.
+    """
+
+    def __init__(self, store: Store, clock: Clock, *, failures: int = 5, open_s: float = 10.0) -> None:
+        self._store = store
+        self._clock = clock
+        self._failures = failures
+        self._open_s = open_s
+        self._lock = threading.Lock()
+        self._failed = 0
+        self._opened_at: float | None = None
+        self._trying = False
+
+    @property
+    def state(self) -> BreakerState:
+        with self._lock:
+            return self._state()
+
+    def _state(self) -> BreakerState:
+        if self._opened_at is None:
+            return BreakerState.CLOSED
+        elapsed = self._clock.monotonic() - self._opened_at >= self._open_s
+        return BreakerState.HALF_OPEN if elapsed else BreakerState.OPEN
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self._call(self._store.contains, keys)
+
+    def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
+        return self._call(self._store.read, items)
+
+    def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
+        return self._call(self._store.write, items)
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        return self._call(self._store.delete, keys)
+
+    def close(self) -> None:
+        """Always forwarded: an open breaker must not leak what the store holds."""
+        self._store.close()
+
+    def _call(self, method: Callable[[A], R], argument: A) -> R:
+        trial = self._enter()
+        answered = False
+        try:
+            result = method(argument)
+            answered = True
+        except StoreRefused:
+            answered = True
+            raise
+        finally:
+            self._leave(trial, answered)
+        return result
+
+    def _enter(self) -> bool:
+        """True: this call is the trial. Raises when it may not go through."""
+        with self._lock:
+            state = self._state()
+            if state is BreakerState.CLOSED:
+                return False
+            if state is BreakerState.OPEN or self._trying:
+                raise StoreUnavailable(f"not asked: {self._failed} calls in a row failed")
+            self._trying = True
+            return True
+
+    def _leave(self, trial: bool, answered: bool) -> None:
+        with self._lock:
+            if trial:
+                self._trying = False
+            elif self._opened_at is not None:
+                return
+            if answered:
+                self._failed, self._opened_at = 0, None
+                return
+            self._failed += 1
+            if trial or self._failed >= self._failures:
+                self._opened_at = self._clock.monotonic()
