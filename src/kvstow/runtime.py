@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
+
+from kvstow.errors import KVStowError
 
 T = TypeVar("T")
+
+DEFAULT_QUEUE_LIMIT: Final = 1024  # a piece of work moves a chunk (some MiB): more than this queued is minutes of I/O
+
+
+class WorkDropped(KVStowError):
+    """The executor was closed before this piece of work began: nothing of it happened."""
 
 
 class Clock(Protocol):
@@ -63,5 +73,126 @@ class Executor(Protocol):
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Accept no more, drop what has not started, wait at most ``timeout_s``. True if all threads ended."""
+        """Accept no more, drop what has not started, wait at most ``timeout_s``. True if all threads ended.
+
+        Dropped work ends in ``WorkDropped``, handed to its ``then`` by the next ``poll`` like any other end, so
+        that whatever it pinned is released.
+        """
         ...
+
+
+class Work:
+    """One accepted piece of work and, once it has run, how it ended."""
+
+    __slots__ = ("_error", "_then", "_value", "_work")
+
+    def __init__(self, work: Callable[[], Any], then: Callable[[Any, BaseException | None], None]) -> None:
+        self._work: Callable[[], Any] | None = work
+        self._then = then
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do it and keep its end, whatever it is; then let go of what it held."""
+        assert self._work is not None, "work runs once"
+        try:
+            self._value = self._work()
+        except BaseException as error:  # the owner's thread decides what any fault means, SystemExit included
+            self._error = error
+        self._work = None
+
+    def drop(self) -> None:
+        """End it without doing it."""
+        self._work = None
+        self._error = WorkDropped("the executor was closed before this work began")
+
+    def finish(self) -> None:
+        """Hand its end to ``then``."""
+        self._then(self._value, self._error)
+
+
+class ThreadExecutor:
+    """``threads`` daemon threads that wait on an event, not in a polling loop.
+
+    At most ``queue_limit`` pieces of work wait to begin. Submitting, polling, waiting and closing are the owner's;
+    only ``run`` of a piece of work happens elsewhere.
+    """
+
+    def __init__(self, name: str, threads: int = 1, queue_limit: int = DEFAULT_QUEUE_LIMIT) -> None:
+        if threads < 1 or queue_limit < 1:
+            raise ValueError(f"executor {name}: {threads} threads, queue of {queue_limit}: both must be at least 1")
+        self._queue_limit = queue_limit
+        self._urgent: deque[Work] = deque()
+        self._background: deque[Work] = deque()
+        self._done: deque[Work] = deque()
+        self._outstanding = 0
+        self._closed = False
+        lock = threading.Lock()
+        self._queued = threading.Condition(lock)
+        self._ended = threading.Condition(lock)
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"kvstow-{name}-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self,
+        work: Callable[[], T],
+        then: Callable[[T | None, BaseException | None], None],
+        *,
+        urgent: bool = False,
+    ) -> bool:
+        with self._queued:
+            if self._closed or len(self._urgent) + len(self._background) >= self._queue_limit:
+                return False
+            (self._urgent if urgent else self._background).append(Work(work, then))
+            self._outstanding += 1
+            self._queued.notify()
+        return True
+
+    def poll(self) -> int:
+        ended = len(self._done)  # what a ``then`` submits may end at once: it is the next poll's
+        for _ in range(ended):
+            work = self._done.popleft()
+            self._outstanding -= 1
+            work.finish()
+        return ended
+
+    @property
+    def outstanding(self) -> int:
+        return self._outstanding
+
+    def wait(self, timeout_s: float) -> bool:
+        with self._ended:
+            return self._ended.wait_for(lambda: bool(self._done), timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with self._queued:
+            self._closed = True
+            for queue in (self._urgent, self._background):
+                for work in queue:
+                    work.drop()
+                self._done.extend(queue)
+                queue.clear()
+            self._queued.notify_all()
+            self._ended.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _next(self) -> Work | None:
+        with self._queued:
+            self._queued.wait_for(lambda: self._urgent or self._background or self._closed)
+            if self._urgent:
+                return self._urgent.popleft()
+            return self._background.popleft() if self._background else None
+
+    def _loop(self) -> None:
+        while (work := self._next()) is not None:
+            work.run()
+            with self._ended:
+                self._done.append(work)
+                self._ended.notify_all()
+            del work  # an idle thread must not keep the last result, and the memory it views, alive
