@@ -1,6 +1,6 @@
 """Names that ruff's banned-api cannot express. Exits 1 and says where, why and what to use.
 
-ruff knows a name and a file; this knows which door a file may open: ``settings.py`` the environment but no
+ruff knows a name and a file; this knows which door a file may open: ``settings`` the environment but no
 clock or thread, ``runtime.py`` the reverse. It also finds the builtin ``hash`` and broad ``except``s.
 """
 
@@ -15,9 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "kvstow"
 
 ENVIRONMENT = {"environ", "environb", "getenv", "putenv"}
-ENVIRONMENT_DOOR = "settings.py"
+ENVIRONMENT_DOOR = ("settings.py", "settings/")
 RUNTIME_MODULES = {"threading", "time", "concurrent", "queue", "sched"}
-RUNTIME_DOOR = "runtime.py"
 BROAD_EXCEPT = {"runtime.py", "vllm/connector.py"}
 TEST_KIT = "testing/"  # shipped for tests: it may time and thread what it tests
 
@@ -25,15 +24,16 @@ TEST_KIT = "testing/"  # shipped for tests: it may time and thread what it tests
 def faults(path: Path) -> Iterator[tuple[int, str]]:
     """Line and message of each name in ``path`` that its place does not allow."""
     name = path.relative_to(SOURCE).as_posix()
+    opens = name.startswith(ENVIRONMENT_DOOR)
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
-            case ast.Attribute(value=ast.Name(id="os"), attr=attr) if attr in ENVIRONMENT and name != ENVIRONMENT_DOOR:
-                yield node.lineno, f"os.{attr}: the environment is read in settings.py only; take a plain argument"
+            case ast.Attribute(value=ast.Name(id="os"), attr=attr) if attr in ENVIRONMENT and not opens:
+                yield node.lineno, f"os.{attr}: the environment is read in kvstow.settings only; take a plain argument"
             case ast.ImportFrom(module="os", names=names) if (
-                any(a.name in ENVIRONMENT for a in names) and name != ENVIRONMENT_DOOR
+                any(a.name in ENVIRONMENT for a in names) and not opens
             ):
-                yield node.lineno, "the environment is read in settings.py only; take a plain argument"
-            case ast.Import(names=names) if name == ENVIRONMENT_DOOR:
+                yield node.lineno, "the environment is read in kvstow.settings only; take a plain argument"
+            case ast.Import(names=names) if opens:
                 for alias in names:
                     if alias.name.split(".")[0] in RUNTIME_MODULES:
                         yield node.lineno, f"{alias.name}: time and threads are runtime.py's; take a Clock or Executor"
