@@ -1,0 +1,28 @@
+"""Settings: frozen structs, parsed once. ``load`` reads this process's own, ``parse`` what it is given."""
+
+from kvstow.settings.checks import MIN_CHUNKS, check_host, check_pool, chunk_tokens
+from kvstow.settings.machine import HostFacts, host_facts
+from kvstow.settings.schema import Memory, Settings, leaves
+from kvstow.settings.sources import Effective, Row, load, parse, variable
+from kvstow.settings.values import Secret, format_size, parse_size, redact_url
+
+__all__ = [
+    "MIN_CHUNKS",
+    "Effective",
+    "HostFacts",
+    "Memory",
+    "Row",
+    "Secret",
+    "Settings",
+    "check_host",
+    "check_pool",
+    "chunk_tokens",
+    "format_size",
+    "host_facts",
+    "leaves",
+    "load",
+    "parse",
+    "parse_size",
+    "redact_url",
+    "variable",
+]

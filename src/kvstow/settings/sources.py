@@ -1,0 +1,165 @@
+"""Where settings come from: defaults < YAML file < ``KVSTOW_*`` variables < ``kv_connector_extra_config``.
+
+The only reader of the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvstow.errors import SettingsError
+from kvstow.settings.schema import SECRET, Leaf, Settings, leaves
+from kvstow.settings.yamlfile import read_yaml
+
+PREFIX: Final = "KVSTOW_"
+CONFIG_FILE: Final = "KVSTOW_CONFIG_FILE"
+EXTRA_CONFIG: Final = "kv_connector_extra_config"
+DEFAULT: Final = "default"
+SHOWN_CHARACTERS: Final = 60  # of a wrong value, in a message
+
+# Kubernetes gives every pod of a namespace variables named after its services; one called kvstow must not stop it.
+_KUBERNETES: Final = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_\w+)?|.*_PORT_\d+_(TCP|UDP|SCTP)(_[A-Z]+)?")
+_KUBERNETES_PORT: Final = re.compile(r"(tcp|udp|sctp)://.*")
+
+
+class Row(NamedTuple):
+    """An effective setting: its key, its value as users write it (secrets masked), and where it came from."""
+
+    key: str
+    shown: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """Settings, and of each key where its value came from: ``default``, a file's path, a variable's name, or
+    ``kv_connector_extra_config``."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+    def describe(self) -> list[Row]:
+        """Every setting, in the order of the schema."""
+        return [Row(leaf.key, leaf.show(value_of(self.settings, leaf)), self.sources[leaf.key]) for leaf in leaves()]
+
+    def one_line(self) -> str:
+        """All of it in one line for the log, with the source of what isn't a default."""
+        shown = (f"{r.key}={r.shown}" + (f" ({r.source})" if r.source != DEFAULT else "") for r in self.describe())
+        return ", ".join(shown) + " (sizes are per engine, all ranks together)"
+
+
+def value_of(settings: Settings, leaf: Leaf) -> Any:
+    """The value of one setting."""
+    return getattr(getattr(settings, leaf.section) if leaf.section else settings, leaf.name)
+
+
+def load(extra_config: Mapping[str, Any] | None = None, *, file: str | None = None) -> Effective:
+    """The settings of this process. ``file`` stands in for ``KVSTOW_CONFIG_FILE``."""
+    return parse(file, os.environ, extra_config)
+
+
+def variable(name: str) -> str | None:
+    """A variable of this process's environment that isn't kvstow's own, such as PYTHONHASHSEED."""
+    return os.environ.get(name)
+
+
+def parse(file: str | None, env: Mapping[str, str], extra_config: Mapping[str, Any] | None = None) -> Effective:
+    """Settings from a YAML file, an environment and the connector's extra config, the later the stronger.
+
+    Without ``file`` the one that ``env`` names in ``KVSTOW_CONFIG_FILE``, if any. Raises ``SettingsError``
+    naming source, key and what is wrong: an unknown key with the nearest valid one, a wrong type, an empty
+    value, a key given twice, a file that can't be read or isn't a mapping.
+    """
+    known = {leaf.key: leaf for leaf in leaves()}
+    values: dict[str, Any] = {key: leaf.default for key, leaf in known.items()}
+    sources = dict.fromkeys(known, DEFAULT)
+    if file is None and CONFIG_FILE in env:
+        file = env[CONFIG_FILE]
+        if not file.strip():
+            raise SettingsError(f"{CONFIG_FILE} is set but empty: unset it, or give it the path of a YAML file")
+
+    def take(entries: Iterable[tuple[str, str, object]], *, from_text: bool) -> None:
+        seen: set[str] = set()
+        for key, source, raw in entries:
+            if key in seen:
+                raise SettingsError(f"setting {key} is given twice in {source}")
+            seen.add(key)
+            values[key], sources[key] = _checked(known[key], raw, source, from_text=from_text), source
+
+    if file is not None:
+        take(_flat(read_yaml(file, CONFIG_FILE), file, known), from_text=False)
+    take(_variables(env, known), from_text=True)
+    take(_flat(extra_config or {}, EXTRA_CONFIG, known), from_text=False)
+    return Effective(_build(known.values(), values), sources)
+
+
+def _checked(leaf: Leaf, raw: object, source: str, *, from_text: bool) -> Any:
+    try:
+        return leaf.parse(raw, from_text=from_text)
+    except ValueError as error:
+        value = "" if leaf.kind == SECRET else f" = {str(raw)[:SHOWN_CHARACTERS]!r}"
+        raise SettingsError(f"setting {leaf.key}{value} (from {source}): {error}") from None
+
+
+def _build(known: Iterable[Leaf], values: Mapping[str, Any]) -> Settings:
+    parts: dict[str, dict[str, Any]] = {}
+    for leaf in known:
+        parts.setdefault(leaf.section, {})[leaf.name] = values[leaf.key]
+    sections = {f.name: f.type(**parts[f.name]) for f in msgspec.structs.fields(Settings) if f.name in parts}
+    return Settings(**parts[""], **sections)
+
+
+def _flat(mapping: Mapping[Any, Any], source: str, known: Mapping[str, Leaf]) -> Iterator[tuple[str, str, object]]:
+    """Keys, written ``memory.size`` or nested, in dotted form."""
+    sections = {leaf.section for leaf in known.values()} - {""}
+    for name, value in mapping.items():
+        key = str(name)
+        if key not in sections:
+            yield _known(key, known, source), source, value
+        elif isinstance(value, Mapping):
+            for inner, inner_value in value.items():
+                yield _known(f"{key}.{inner}", known, source), source, inner_value
+        elif value is not None:
+            keys = ", ".join(k for k in known if k.startswith(f"{key}."))
+            raise SettingsError(f"{key} in {source} is a section, not a value; it has {keys}")
+
+
+def _known(key: str, known: Mapping[str, Leaf], source: str) -> str:
+    if key not in known:
+        raise SettingsError(f"unknown setting {key} in {source}; {_nearest(key, known)}")
+    return key
+
+
+def _variables(env: Mapping[str, str], known: Mapping[str, Leaf]) -> Iterator[tuple[str, str, object]]:
+    by_variable = {leaf.variable: key for key, leaf in known.items()}
+    for name in sorted(env):
+        if not name.startswith(PREFIX) or name == CONFIG_FILE:
+            continue
+        if name in by_variable:
+            if not env[name].strip():
+                raise SettingsError(f"{name} is set but empty: unset it, or give it a value")
+            yield by_variable[name], name, env[name]
+        elif not _is_kubernetes(name, env[name]):
+            raise SettingsError(f"unknown variable {name}; {_nearest(name, [*by_variable, CONFIG_FILE])}")
+
+
+def _is_kubernetes(name: str, value: str) -> bool:
+    if _KUBERNETES.fullmatch(name):
+        return True
+    return name.endswith("_PORT") and _KUBERNETES_PORT.fullmatch(value) is not None
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    """``did you mean …``: by spelling, the separators not counting; else every valid name."""
+    plain = {re.sub(r"[^a-z0-9]", "", v.lower()): v for v in valid}
+    near = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), plain, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {plain[near[0]]}?"
+    return "valid are " + ", ".join(plain.values())

@@ -1,0 +1,89 @@
+"""Values of settings as users write and read them: sizes in bytes, secrets."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Final
+from urllib.parse import urlsplit
+
+MAX_BYTES: Final = (1 << 63) - 1
+MASK: Final = "****"
+
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(?:([kmgtp]?)(i?)b?)\s*", re.IGNORECASE | re.ASCII)
+_SECRET_PARAMETER: Final = re.compile(r"((?:password|passwd|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
+
+
+def parse_size(value: object) -> int:
+    """Bytes of an integer, or of text such as ``20GB``, ``512 MiB``, ``1.5TB``.
+
+    ``kB MB GB TB PB`` are powers of 1,000; ``KiB MiB GiB TiB PiB`` powers of 1,024; case and the final B do
+    not matter. Raises ValueError, its message saying what was expected, for anything else: negative, above
+    2**63 - 1, not a whole number of bytes.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("expected a size: bytes, or text such as 20GB or 512MiB")
+    text = repr(value) if isinstance(value, float) else str(value)
+    match = _SIZE.fullmatch(text if not text.endswith(".0") else text[:-2])
+    if match is None or (match[3] and not match[2]):
+        raise ValueError("expected a size: bytes, or text such as 20GB (10^9) or 20GiB (2^30)")
+    unit = 1024 if match[3] else 1000
+    size = Decimal(match[1]) * unit ** _POWERS[match[2].lower()]
+    if size != int(size) or size > MAX_BYTES:
+        raise ValueError("expected a whole number of bytes below 2^63")
+    return int(size)
+
+
+def format_size(size: int) -> str:
+    """``size`` in the largest unit, of 1,000 or of 1,024, that divides it or shows four digits: ``5GB``."""
+    for base, infix in ((1024, "i"), (1000, "")):
+        for power, letter in ((5, "P"), (4, "T"), (3, "G"), (2, "M")):
+            if size >= base**power and size % base**power == 0:
+                return f"{size // base**power}{letter}{infix}B"
+    for power, letter in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "k")):
+        if size >= 1000**power:
+            return f"{size / 1000**power:.4g}{letter}B"
+    return f"{size}B"
+
+
+class Secret:
+    """A value that is shown masked: of a URL only its password, anything else entirely.
+
+    Neither ``str``, ``repr``, f-strings nor an error message give it away; ``reveal`` does.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def reveal(self) -> str:
+        """The value itself, for the client that needs it and nobody else."""
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._value == self._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return redact_url(self._value) if "://" in self._value else MASK
+
+    __repr__ = __str__
+
+
+def redact_url(url: str) -> str:
+    """``url`` without its password and without the values of parameters that are called password, token or key."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return MASK
+    user, at, host = parts.netloc.rpartition("@")
+    if at:
+        name, colon, _ = user.partition(":")
+        host = f"{name}:{MASK}@{host}" if colon else f"{name}@{host}"
+    elif "@" in url:  # a password with a slash or a question mark in it, not percent-encoded
+        return f"{parts.scheme}://{MASK}"
+    query = _SECRET_PARAMETER.sub(rf"\1{MASK}", parts.query)
+    return f"{parts.scheme}://{host}{parts.path}{'?' if query else ''}{query}{'#' + MASK if parts.fragment else ''}"

@@ -1,0 +1,69 @@
+"""Reading a YAML file of settings: strictly, and without quoting its content in messages (it may hold secrets)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstow.errors import SettingsError
+
+if TYPE_CHECKING:
+    from yaml import Node
+
+MAX_FILE_BYTES: Final = 1 << 20
+
+
+def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
+    """The mapping in the file at ``path``; empty for a file of comments only.
+
+    Raises ``SettingsError`` naming the path when it can't be read, isn't YAML, isn't a mapping, or gives a key
+    twice. Tags that build objects are refused, as ``yaml.safe_load`` does.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {path} ({named_by}): {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise SettingsError(f"the settings file {path} ({named_by}) is larger than {MAX_FILE_BYTES} bytes")
+    parsed = parse_yaml(content, path)
+    if parsed is None:
+        return {}
+    if not isinstance(parsed, Mapping):
+        raise SettingsError(f"the settings file {path} must hold `key: value` lines, not a {type(parsed).__name__}")
+    return parsed
+
+
+def parse_yaml(content: bytes, path: str) -> Any:
+    """One YAML document; ``path`` is for messages."""
+    import yaml  # not at the top: most processes have no settings file
+
+    try:
+        loader = yaml.SafeLoader(content)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_duplicates(node, path, set())
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise SettingsError(f"the settings file {path}{line} isn't valid YAML: {error.problem}") from None
+    except SettingsError:
+        raise  # a ValueError too
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise SettingsError(f"the settings file {path} isn't valid YAML: {type(error).__name__}") from None
+
+
+def _refuse_duplicates(node: Node, path: str, seen: set[int]) -> None:
+    if id(node) in seen or not isinstance(node.value, list):
+        return
+    seen.add(id(node))
+    keys: set[str] = set()
+    for item in node.value:
+        for child in item if isinstance(item, tuple) else (item,):
+            _refuse_duplicates(child, path, seen)
+        if isinstance(item, tuple) and isinstance(item[0].value, str):
+            if item[0].value in keys:
+                line = item[0].start_mark.line + 1
+                raise SettingsError(f"setting {item[0].value} is given twice in {path}, line {line}")
+            keys.add(item[0].value)
