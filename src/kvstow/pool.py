@@ -107,7 +107,7 @@ class HostPool:
         self._state = [SlotState.FREE] * slots
         self._pins = [0] * slots
         self._group = [0] * slots
-        self._free = list(reversed(range(slots)))  # a stack, as the slot used last is warmest; prefaulted from slot 0 on
+        self._free = list(reversed(range(slots)))  # a stack: the slot used last is the warmest
         self._leased = 0
 
     @classmethod
