@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from kvstow.layout import GroupPages, Place
+
+KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # what an engine registers for a layer; a pair is (K, V)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,9 @@ class Device(Protocol):
     one thread, the worker's. No method but ``fence`` and ``close`` waits for a copy.
     """
 
-    def attach(self, kv_caches: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, KVSpec]]) -> tuple[GroupPages, ...]:
+    def attach(
+        self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
+    ) -> tuple[GroupPages, ...]:
         """Take the engine's KV tensors: per group its layers (name to spec) in payload order.
 
         Returns what was recognised. Raises ``UnsupportedError``, naming layer, shape, strides and the known

@@ -1,0 +1,144 @@
+"""The CPU device: the shipped suite, and what is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvstow.device.base import Device, Transfer
+from kvstow.device.cpu import CpuDevice, TorchMover, one_thread
+from kvstow.errors import CopyError
+from kvstow.runtime import SystemClock, ThreadExecutor
+from kvstow.testing.device_suite import DeviceSuite, everything
+from kvstow.testing.manual import ManualClock, ManualExecutor
+
+
+class FailingMover(TorchMover):
+    """From its ``fail_at``-th call on it moves half of the rows and raises."""
+
+    def __init__(self, fail_at: int) -> None:
+        self._left = fail_at
+
+    def _spent(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+    def gather(self, rows: torch.Tensor, index: torch.Tensor, host: torch.Tensor) -> None:
+        spent = self._spent()
+        half = len(index) // 2 if spent else len(index)
+        super().gather(rows, index[:half], host[:half])
+        if spent:
+            raise RuntimeError("injected")
+
+    def scatter(self, rows: torch.Tensor, index: torch.Tensor, host: torch.Tensor) -> None:
+        spent = self._spent()
+        half = len(index) // 2 if spent else len(index)
+        super().scatter(rows, index[:half], host[:half])
+        if spent:
+            raise RuntimeError("injected")
+
+
+class TestCpuDevice(DeviceSuite):
+    def make_device(self, fail_at: int | None = None) -> Device:
+        mover = None if fail_at is None else FailingMover(fail_at)
+        return CpuDevice(ThreadExecutor("copy"), SystemClock(), mover=mover)
+
+
+class TestCpuDeviceByHand(DeviceSuite):
+    """The same on an executor without threads: nothing runs before someone waits for it."""
+
+    def make_device(self, fail_at: int | None = None) -> Device:
+        clock = ManualClock()
+        mover = None if fail_at is None else FailingMover(fail_at)
+        return CpuDevice(ManualExecutor(clock, run_in_wait=True), clock, mover=mover)
+
+
+def by_hand(**options: int) -> tuple[CpuDevice, ManualExecutor]:
+    clock = ManualClock()
+    executor = ManualExecutor(clock, **options)
+    return CpuDevice(executor, clock, fence_timeout_s=5.0), executor
+
+
+def test_nothing_is_copied_on_the_callers_thread() -> None:
+    device, executor = by_hand()
+    built = TestCpuDevice().build("packed_lbhnc")
+    _, host = TestCpuDevice().attach(device, built)
+    device.copy_out(1, [Transfer(host.place(0), [1])])
+    assert host.untouched([])
+    assert device.finished() == []
+    executor.run_all()
+    assert [finished.ticket for finished in device.finished()] == [1]
+    assert not host.untouched([])
+
+
+def test_a_full_queue_fails_the_ticket() -> None:
+    device, executor = by_hand(queue_limit=1)
+    _, host = TestCpuDevice().attach(device, TestCpuDevice().build("mla"))
+    device.copy_out(1, [Transfer(host.place(0), [1])])
+    device.copy_out(2, [Transfer(host.place(1), [2]), Transfer(host.place(2), [3])])
+    [refused] = device.finished()
+    assert (refused.ticket, refused.failed) == (2, (0, 1))
+    executor.run_all()
+    assert [finished.ticket for finished in device.finished()] == [1]
+
+
+def test_a_fence_that_runs_out_of_time_fails_its_copies_for_good() -> None:
+    device, executor = by_hand()
+    _, host = TestCpuDevice().attach(device, TestCpuDevice().build("mla"))
+    device.copy_out(1, [Transfer(host.place(0), [1])])
+    device.copy_out(2, [Transfer(host.place(1), [1])])
+    with pytest.raises(CopyError, match="1 copies"):
+        device.fence([1])
+    executor.run_all()
+    late, other = device.finished()
+    assert (late.ticket, late.failed) == (1, (0,))
+    assert (other.ticket, other.failed) == (2, ())
+
+
+def test_close_reports_what_it_could_not_wait_for() -> None:
+    device, _ = by_hand()
+    _, host = TestCpuDevice().attach(device, TestCpuDevice().build("mla"))
+    device.copy_in(1, [Transfer(host.place(0), [1])])
+    device.close()
+    assert [(finished.ticket, finished.failed) for finished in device.finished()] == [(1, (0,))]
+
+
+def test_a_chunk_over_one_storage_is_one_call() -> None:
+    """What the copy rates rest on: vLLM's layers share a storage, and a whole chunk of them is gathered at once."""
+
+    class Counting(TorchMover):
+        calls = 0
+
+        def gather(self, rows: torch.Tensor, index: torch.Tensor, host: torch.Tensor) -> None:
+            self.calls += 1
+            assert rows.dtype == torch.complex128
+            super().gather(rows, index, host)
+
+    for layout, calls in (("packed_lbhnc", 1), ("packed_blnhc", 1), ("packed_lhbnc", 1), ("kv_first", 6)):
+        clock, mover = ManualClock(), Counting()
+        device = CpuDevice(ManualExecutor(clock, run_in_wait=True), clock, mover=mover)
+        suite = TestCpuDevice()
+        _, host = suite.attach(device, suite.build(layout, layers=6), blocks_per_chunk=4)
+        device.copy_out(1, [Transfer(host.place(0), [5, 3, 8, 1])])
+        suite.good(device, 1)
+        assert mover.calls == calls, layout
+
+
+def test_thread_count_is_restored() -> None:
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def test_blocks_that_are_not_copied_stay() -> None:
+    suite = TestCpuDevice()
+    device = suite.make_device()
+    built = suite.build("packed_bhlnc")
+    _, host = suite.attach(device, built)
+    before = everything(built)
+    device.copy_in(1, [Transfer(host.place(0), [4])])
+    suite.good(device, 1)
+    changed = {block for (name, block), data in everything(built).items() if data != before[name, block]}
+    assert changed == {4}
+    device.close()
