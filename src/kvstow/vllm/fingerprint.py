@@ -1,0 +1,143 @@
+"""Digests of files: a model's weights by samples, an adapter's files whole. BLAKE3, remembered by inode, size and
+modification time, so that asking again costs a ``stat`` a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from blake3 import blake3
+
+SAMPLE_BYTES: Final = 4096
+SAMPLES: Final = 1024  # of a file whose tensors are not known
+MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
+READ_BYTES: Final = 1 << 20
+MAX_ADAPTER_BYTES: Final = 4 << 30
+MAX_REMEMBERED: Final = 4096  # files; some 200 bytes each
+
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")  # the first kind that is there is what vLLM loads
+_TRAINING: Final = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_ADAPTER: Final = (".json", ".safetensors", ".bin", ".pt")
+
+_remembered: dict[tuple[object, ...], bytes] = {}
+
+
+class Weights(NamedTuple):
+    """``digest`` over the names and samples of ``files`` files of ``size_bytes`` bytes in all."""
+
+    digest: str
+    files: int
+    size_bytes: int
+
+
+def weights_digest(path: str, load_format: str = "auto") -> Weights | None:
+    """Digest of the weight files at ``path``, a directory or one file. None: there are none.
+
+    Of each file its size, its header and 4 KiB from the middle of every tensor (safetensors; other formats: evenly
+    spaced samples and both ends), so that a fine-tune that changes a few layers differs, in seconds. Not a proof:
+    whoever can write the files can change bytes between the samples. Raises OSError.
+    """
+    files = _weight_files(path, load_format)
+    if not files:
+        return None
+    hasher, size = blake3(), 0
+    for name, file in files:
+        hasher.update(f"{len(name.encode())}:{name}".encode())
+        hasher.update(_remember(file, _sampled))
+        size += os.stat(file).st_size
+    return Weights(hasher.hexdigest(), len(files), size)
+
+
+def lora_digest(path: str) -> bytes | None:
+    """Digest of the content of an adapter's files. None: not a local directory with an adapter, unreadable, or larger
+    than ``MAX_ADAPTER_BYTES`` (then its KV has no identity, and is neither loaded nor stored)."""
+    folder = os.path.expanduser(path)
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and entry.name.endswith(_ADAPTER))
+        files = [(name, os.path.join(folder, name)) for name in names]
+        if "adapter_config.json" not in names or sum(os.stat(f).st_size for _, f in files) > MAX_ADAPTER_BYTES:
+            return None
+        hasher = blake3()
+        for name, file in files:
+            hasher.update(f"{len(name.encode())}:{name}".encode())
+            hasher.update(_remember(file, _whole))
+    except OSError:
+        return None
+    return hasher.digest()
+
+
+def _weight_files(path: str, load_format: str) -> list[tuple[str, str]]:
+    """Name and path of each weight file, in order of name."""
+    if os.path.isfile(path):
+        return [(os.path.basename(path), path)]
+    kinds: tuple[str, ...] = {"pt": (".pt",), "npcache": (".bin",)}.get(load_format, WEIGHTS)
+    found = [
+        (os.path.relpath(os.path.join(folder, name), path), os.path.join(folder, name))
+        for folder, _, names in os.walk(path)
+        for name in names
+        if name.endswith(kinds) and name not in _TRAINING
+    ]
+    for kind in kinds:
+        if chosen := sorted(file for file in found if file[1].endswith(kind)):
+            return chosen
+    return []
+
+
+def _remember(path: str, digest: Callable[[int, int], bytes]) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        stat = os.fstat(fd)
+        key = (digest, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if key not in _remembered:
+            if len(_remembered) >= MAX_REMEMBERED:
+                _remembered.clear()
+            _remembered[key] = digest(fd, stat.st_size)
+        return _remembered[key]
+    finally:
+        os.close(fd)
+
+
+def _whole(fd: int, size: int) -> bytes:
+    hasher = blake3(size.to_bytes(8, "little"))
+    at = 0
+    while piece := os.pread(fd, READ_BYTES, at):
+        hasher.update(piece)
+        at += len(piece)
+    return hasher.digest()
+
+
+def _sampled(fd: int, size: int) -> bytes:
+    hasher = blake3(size.to_bytes(8, "little"))
+    header = _safetensors_header(fd, size)
+    if header is None:
+        for piece in (os.pread(fd, READ_BYTES, 0), os.pread(fd, READ_BYTES, max(0, size - READ_BYTES))):
+            hasher.update(piece)
+        middles: Iterator[int] = iter(range(0, size, max(SAMPLE_BYTES, size // SAMPLES)))
+    else:
+        hasher.update(header)
+        middles = _tensor_middles(header)
+    for middle in middles:
+        hasher.update(os.pread(fd, SAMPLE_BYTES, middle))
+    return hasher.digest()
+
+
+def _safetensors_header(fd: int, size: int) -> bytes | None:
+    """Length and JSON header of a safetensors file; None if it isn't one."""
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+        return None
+    header = os.pread(fd, 8 + length, 0)
+    return header if header[8:9] == b"{" else None
+
+
+def _tensor_middles(header: bytes) -> Iterator[int]:
+    """File offset of the sample of each tensor, in file order. Of a tensor of up to 4 KiB that is all of it."""
+    try:
+        entries = json.loads(header[8:])
+        offsets = sorted(tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise OSError(f"a safetensors header that cannot be read: {error}") from error
+    for begin, end in offsets:
+        yield len(header) + max(begin, (begin + end - SAMPLE_BYTES) // 2)
