@@ -39,16 +39,17 @@ class Lease:
     """A pin on one slot: while it is held the slot's bytes are nobody else's.
 
     The lease that ``reserve`` gave writes the slot: ``commit`` makes it a chunk, ``release`` before that gives the
-    slot back. ``release`` is idempotent. A context manager, whose end releases.
+    slot back, and tells ``on_abort``. ``release`` is idempotent. A context manager, whose end releases.
     """
 
-    __slots__ = ("_pool", "_released", "group", "slot")
+    __slots__ = ("_pool", "_released", "group", "on_abort", "slot")
 
     def __init__(self, pool: HostPool, slot: int, group: int) -> None:
         self._pool = pool
         self._released = False
         self.slot = slot
         self.group = group
+        self.on_abort: Callable[[Lease], object] | None = None
 
     @property
     def released(self) -> bool:
@@ -75,7 +76,9 @@ class Lease:
     def release(self) -> None:
         if not self._released:
             self._released = True
-            self._pool._unpin(self.slot)
+            aborted = self._pool._unpin(self.slot)
+            if aborted and self.on_abort is not None:
+                self.on_abort(self)
 
     def _held(self) -> int:
         if self._released:
@@ -209,15 +212,18 @@ class HostPool:
         self._pins[slot] += 1
         return Lease(self, slot, self._group[slot])
 
-    def _unpin(self, slot: int) -> None:
+    def _unpin(self, slot: int) -> bool:
+        """Take one pin off. True: it was a reservation, and ends uncommitted."""
         if self._pins[slot] < 1:
             raise AssertionError(f"slot {slot} released more often than leased")
         self._pins[slot] -= 1
         if self._pins[slot]:
-            return
+            return False
         self._leased -= 1
-        if self._state[slot] in (SlotState.RESERVED, SlotState.DOOMED):
+        aborted = self._state[slot] is SlotState.RESERVED
+        if aborted or self._state[slot] is SlotState.DOOMED:
             self._give_back(slot)
+        return aborted
 
     def _commit(self, slot: int) -> None:
         self._expect(slot, SlotState.RESERVED)

@@ -51,7 +51,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         try:
             start.wait()
             work(i)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (an assertion of any thread fails the test)
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]  # noqa: TID251 (it tests thread safety)
@@ -95,7 +95,8 @@ class StoreSuite:
         write_one(store, make_key(1), b"first")
         items = [(make_key(i), [memoryview(value_of(i, PAGE))]) for i in range(3)]
         assert store.write(items) == [Done(PAGE), REJECTED, Done(PAGE)]
-        assert [read_one(store, make_key(i), PAGE)[1] for i in range(3)] == [value_of(0, PAGE), b"first", value_of(2, PAGE)]
+        got = [read_one(store, make_key(i), PAGE)[1] for i in range(3)]
+        assert got == [value_of(0, PAGE), b"first", value_of(2, PAGE)]
 
     def test_parts_are_concatenated(self, store: Store) -> None:
         parts = [value_of(i, n) for i, n in enumerate((PAGE, 1, 0, 3 * PAGE, 777))]
@@ -179,7 +180,8 @@ class StoreSuite:
         assert [int.from_bytes(read_one(store, key, 4)[1], "little") for key in keys] == list(range(len(keys)))
 
     def test_namespaces_and_groups_are_apart(self, store: Store) -> None:
-        keys = [make_key(7), make_key(7, group=1), make_key(7, group=256), make_key(7, namespace=NAMESPACE.derive("x", "y"))]
+        other = NAMESPACE.derive("x", "y")
+        keys = [make_key(7), make_key(7, group=1), make_key(7, group=256), make_key(7, namespace=other)]
         write_one(store, keys[0], b"0")
         assert store.contains(keys) == [True, False, False, False]
         for i, key in enumerate(keys[1:], 1):

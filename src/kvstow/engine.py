@@ -1,0 +1,272 @@
+"""Where every chunk is and what moves next: the state machine behind the connector.
+
+One owner thread calls everything here; nothing but ``drain`` and ``close`` waits. Workers (executors) only run
+store calls and checksums on leased slots; their results are taken in ``poll``. So every state change happens in a
+call on the owner's thread, there are no locks, and a test can order every event.
+
+    Engine ─ Index           what is in the pool, or on its way into it
+           ─ Fetches         lower tier -> pool, for owners that wait
+           ─ WriteThrough    pool -> lower tiers, in the background
+           ─ Tier, Tier ...  in the order in which they are asked
+
+What is in the pool is a hit. What only a lower tier has is fetched, checked, and is a hit then. Any fault on the way
+is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import partial
+from itertools import count
+from typing import Final, NamedTuple
+
+from kvstow import frame
+from kvstow.index import MEMORY, Index
+from kvstow.key import ChunkKey
+from kvstow.layout import ChunkLayout
+from kvstow.metrics import Metrics
+from kvstow.policy.base import Policy
+from kvstow.pool import HostPool, Lease
+from kvstow.runtime import Clock, Executor
+from kvstow.tier import Tier
+from kvstow.transfer.fetch import Fetches
+from kvstow.transfer.write import WriteThrough
+
+WAIT_SLICE_S: Final = 0.02  # drain waits on one executor at a time
+LEAST_JOIN_S: Final = 0.5  # for idle threads to notice that their executor closes
+
+
+class Found(Enum):
+    HIT = "hit"
+    PENDING = "pending"  # something for this owner is on its way: ask again
+    MISS = "miss"
+
+
+class Lookup(NamedTuple):
+    """``chunks``: end of the run of chunks from ``start`` that are usable now; for PENDING a lower estimate."""
+
+    state: Found
+    chunks: int
+
+
+class Engine:
+    """Owns the pool, the sealer and the tiers: ``close`` closes them.
+
+    ``fetch_deadline_s`` bounds all the waiting of one owner. ``work_deadline_s`` bounds how long an idle engine
+    stays ``busy`` for work that makes no progress. ``max_pinned_share`` of the pool's slots may be pinned by
+    write-through, and at most ``max_fetch_share`` be fetched for one owner.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: HostPool,
+        policy: Policy,
+        tiers: Sequence[Tier],
+        layout: ChunkLayout,
+        clock: Clock,
+        metrics: Metrics,
+        sealer: Executor,
+        fetch_deadline_s: float = 0.2,
+        work_deadline_s: float = 30.0,
+        max_pinned_share: float = 0.5,
+        max_fetch_share: float = 0.5,
+        integrity_key: bytes | None = None,
+    ) -> None:
+        self._pool = pool
+        self._tiers = tuple(tiers)
+        self._layout = layout
+        self._clock = clock
+        self._metrics = metrics
+        self._sealer = sealer
+        self._work_deadline_s = work_deadline_s
+        self._integrity_key = integrity_key
+        self._index = Index(pool, policy, metrics)
+        self._fetches = Fetches(
+            self._index,
+            self._tiers,
+            clock=clock,
+            metrics=metrics,
+            deadline_s=fetch_deadline_s,
+            max_slots=max(1, int(pool.slots * max_fetch_share)),
+        )
+        self._writes = WriteThrough(
+            self._tiers,
+            sealer,
+            clock=clock,
+            metrics=metrics,
+            max_pinned=max(1, int(pool.slots * max_pinned_share)),
+            work_deadline_s=work_deadline_s,
+        )
+        self._reserved_s = clock.monotonic()
+        self._memo: tuple[object, Lookup] | None = None
+        self._shown = (-1, -1)
+        metrics.gauge("pool_capacity_bytes", pool.capacity_bytes)
+        self._show_pool()
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a key becomes findable, or stops being so, or starts being filled."""
+        return self._index.version
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[ChunkKey], start: int = 0) -> Lookup:
+        """What is in the pool now, from chunk ``start``; those before it are the caller's own.
+
+        Touches every resident chunk of ``keys``. Takes no lease and starts nothing.
+        """
+        end = self._index.lookup(keys, start)
+        return Lookup(Found.HIT if end > start else Found.MISS, end)
+
+    def fetch(self, owner: str, keys: Sequence[ChunkKey], start: int = 0) -> Lookup:
+        """``lookup``, and get what is missing from lower tiers. Idempotent and cheap to repeat.
+
+        PENDING while a chunk that extends the run is on its way: asked for, read, or filled by a worker right now.
+        An owner waits at most ``fetch_deadline_s`` in all, counted from its first call; after that, and after
+        everything that could come has come, it gets HIT or MISS at once. Chunks fetched for it are pinned until
+        ``hold``, ``forget`` or its deadline.
+        """
+        wait = self._fetches.get(owner)
+        if wait is None:
+            found = self._remembered(owner, keys, start)
+            if found.chunks >= len(keys) or not self._may_come(keys[found.chunks]):
+                return found
+            wait = self._fetches.ask(owner, keys, start)
+        elif not wait.asks(keys, start):
+            wait = self._fetches.ask(owner, keys, start)
+        self._fetches.refresh(wait)
+        return Lookup(Found.PENDING, wait.cursor) if wait.pending else self._remembered(owner, keys, start)
+
+    def _remembered(self, owner: str, keys: Sequence[ChunkKey], start: int) -> Lookup:
+        """``lookup``, at once for the owner that asked last if nothing has changed: the head of vLLM's waiting
+        queue is asked some 500 times a second when it cannot be admitted."""
+        asked = (owner, start, len(keys), keys[-1] if keys else None, self._index.version)
+        if self._memo is None or self._memo[0] != asked:
+            self._memo = asked, self.lookup(keys, start)
+        return self._memo[1]
+
+    def _may_come(self, key: ChunkKey) -> bool:
+        return self._index.filling(key) is not None or any(tier.usable for tier in self._tiers)
+
+    def origins(self, owner: str) -> Mapping[str, int]:
+        """How many chunks were fetched for ``owner``, by tier; empty once it was held or forgotten."""
+        wait = self._fetches.get(owner)
+        return {} if wait is None else wait.origins
+
+    def hold(self, owner: str, keys: Sequence[ChunkKey]) -> list[Lease]:
+        """Leases on the leading resident chunks of ``keys``, perhaps fewer than a lookup said. Forgets ``owner``."""
+        leases: list[Lease] = []
+        for key in keys:
+            lease = self._index.pin(key)
+            if lease is None:
+                break
+            leases.append(lease)
+        self._fetches.forget(owner)
+        return leases
+
+    def forget(self, owner: str) -> None:
+        """``owner`` needs nothing any more: release what is pinned for it. Idempotent."""
+        self._fetches.forget(owner)
+
+    # --- storing --------------------------------------------------------------------------------------------------
+
+    def missing(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """Indices of the keys that no tier holds or is being given, as far as is known without asking.
+
+        A tier that is bypassed holds nothing.
+        """
+        tiers = [tier for tier in self._tiers if tier.usable]
+        absent = self._index.absent(keys)
+        return [i for i in absent if not any(tier.holds(keys[i]) for tier in tiers)] if tiers else absent
+
+    def reserve(self, key: ChunkKey, parent: bytes, tokens: int) -> Lease | None:
+        """A slot for a worker to fill with ``key``. None: it is there or on its way, or every slot is pinned (counted).
+
+        ``commit`` it once every rank has filled its part; released uncommitted, it aborts.
+        """
+        if self._index.resident(key) or self._index.filling(key) is not None:
+            return None
+        lease = self._index.reserve(key, parent, tokens, fetching=False)
+        if lease is None:
+            self._metrics.count("refused_chunks", tier=MEMORY, reason="pool_full")
+        self._reserved_s = self._clock.monotonic()
+        return lease
+
+    def commit(self, lease: Lease) -> None:
+        """The slot is filled: its chunk can be found, and is written through to the lower tiers.
+
+        The lease stays a pin and is released by the caller. A lease from before a ``reset`` is released here, and
+        nothing is published.
+        """
+        filling = self._index.publish(lease)
+        if filling is None:
+            lease.release()
+            return
+        if self._tiers:
+            key, pin = filling.key, self._pool.lease(lease.slot)
+            about = key, self._layout.groups[key.group], filling.tokens, filling.parent, self._clock.wall()
+            self._writes.start(key, pin, partial(frame.seal, pin.view(), *about, integrity_key=self._integrity_key))
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take what workers have finished, and let deadlines pass. Call it every step."""
+        for tier in self._tiers:
+            tier.poll()
+        if self._sealer.outstanding:
+            self._sealer.poll()
+        if self._writes:
+            self._writes.poll()
+        self._fetches.poll()
+        self._show_pool()
+
+    def _show_pool(self) -> None:
+        pool = self._pool
+        shown = (pool.free, pool.leased)
+        if shown != self._shown:
+            self._shown = shown
+            self._metrics.gauge("pool_used_bytes", (pool.slots - pool.free) * pool.slot_bytes)
+            self._metrics.gauge("pool_leased_slots", pool.leased)
+
+    def busy(self) -> bool:
+        """Whether an idle vLLM must keep stepping: work is outstanding, and made progress within its deadline."""
+        if any(tier.busy() for tier in self._tiers) or self._writes.busy():
+            return True
+        recent = self._clock.monotonic() - self._reserved_s < self._work_deadline_s
+        return self._index.reserved > 0 and recent
+
+    def reset(self) -> None:
+        """Nothing that was stored is found any more, and nothing under way is published.
+
+        Leases stay good. Lower tiers are not touched: after a reset the caller's keys are in another namespace.
+        """
+        self._writes.cancel()
+        self._fetches.reset()
+        self._index.reset()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is being sealed, written or read. False: ``timeout_s`` passed first."""
+        deadline_s = self._clock.monotonic() + timeout_s
+        for turn in count():
+            self.poll()
+            executors = [e for e in (self._sealer, *(t.executor for t in self._tiers)) if e.outstanding]
+            left_s = deadline_s - self._clock.monotonic()
+            if not executors or left_s <= 0:
+                return not executors
+            executors[turn % len(executors)].wait(min(left_s, WAIT_SLICE_S))
+        raise AssertionError("unreachable: count() does not end")
+
+    def close(self, timeout_s: float) -> None:
+        """``drain``, then give everything back. What hangs is left behind in its (daemon) thread."""
+        deadline_s = self._clock.monotonic() + timeout_s
+        self.drain(timeout_s)
+        self._fetches.reset()
+        self._writes.cancel()
+        left_s = max(LEAST_JOIN_S, deadline_s - self._clock.monotonic())
+        self._sealer.close(left_s)
+        self._sealer.poll()
+        for tier in self._tiers:
+            tier.close(max(LEAST_JOIN_S, deadline_s - self._clock.monotonic()))
+        self._pool.close()

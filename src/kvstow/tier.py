@@ -1,0 +1,356 @@
+"""One lower tier: a store, the threads that its calls block on, and what the owner's thread knows of both.
+
+Owner's thread only, but for the functions that are handed to the executor: they touch the store and leased
+buffers, nothing else. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvstow import frame
+from kvstow.errors import FrameError, StoreError, StoreRefused, StoreUnavailable
+from kvstow.key import ChunkKey
+from kvstow.layout import ChunkLayout
+from kvstow.metrics import Metrics
+from kvstow.pool import Lease
+from kvstow.runtime import Clock, Executor
+from kvstow.store.base import Done, Missing, Outcome, Store
+from kvstow.store.breaker import Breaker, BreakerState
+
+T = TypeVar("T")
+
+logger = logging.getLogger("kvstow")
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """Bounds of one tier. Bytes are frame bytes."""
+
+    max_queued_bytes: int = 2 << 30  # writes accepted and not ended; each pins its slot of the pool
+    max_queued_writes: int = 1024
+    max_read_bytes: int = 256 << 20  # reads in flight; each occupies its slot of the pool
+    read_batch_bytes: int = 16 << 20  # one call: small enough that several threads share a prompt's chunks
+    hung_after_s: float = 10.0  # a call that runs longer puts the tier out of use until it returns
+    work_deadline_s: float = 30.0  # without any progress for so long, an idle engine stops stepping for this tier
+    known_keys: int = 200_000  # remembered as held by the store; some 200 bytes each
+    breaker_failures: int = 5
+    breaker_open_s: float = 10.0
+
+
+class Call:
+    """One store call: queued, begun by a worker unless cancelled before, ended on the owner's thread."""
+
+    __slots__ = ("_claim", "began_s", "cancelled", "ended_s", "release_bytes")
+
+    def __init__(self, release_bytes: Callable[[], None]) -> None:
+        self._claim = threading.Lock()  # taken once, by whoever comes first: the worker or cancel()
+        self.began_s: float | None = None
+        self.ended_s: float | None = None
+        self.cancelled = False
+        self.release_bytes = release_bytes
+
+    def begin(self, now_s: float) -> bool:
+        """Worker: False if it was cancelled."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        self.began_s = now_s
+        return True
+
+    def cancel(self) -> bool:
+        """Owner: True if it has not begun; then it never touches its buffers, and its ``then`` never runs."""
+        if self.cancelled or not self._claim.acquire(blocking=False):
+            return False
+        self.cancelled = True
+        self.release_bytes()
+        return True
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended_s or 0.0) - (self.began_s or 0.0)
+
+
+class Tier:
+    """``store`` behind a breaker, with bounded work in flight. Close it to close the store and the executor."""
+
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        executor: Executor,
+        *,
+        layout: ChunkLayout,
+        clock: Clock,
+        metrics: Metrics,
+        limits: TierLimits | None = None,
+        integrity_key: bytes | None = None,
+    ) -> None:
+        self.name = name
+        self.limits = limits or TierLimits()
+        self.executor = executor
+        self._store = Breaker(
+            store, clock, failures=self.limits.breaker_failures, open_s=self.limits.breaker_open_s
+        )
+        self._layout = layout
+        self._integrity_key = integrity_key
+        self._clock = clock
+        self._metrics = metrics
+        self._calls: dict[Call, None] = {}
+        self._known: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._queued_writes = self._queued_bytes = self._read_bytes = 0
+        self._hung = 0
+        self._watch_at_s = self._progress_s = clock.monotonic()
+        self._shown = BreakerState.CLOSED
+        metrics.gauge("tier_state", self._shown, tier=name)
+
+    # --- health ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> BreakerState:
+        """OPEN also while a call hangs: the breaker, inside that call, can't notice."""
+        return BreakerState.OPEN if self._hung else self._store.state
+
+    @property
+    def usable(self) -> bool:
+        return self.state is not BreakerState.OPEN
+
+    def busy(self) -> bool:
+        """Whether calls are outstanding and any ended, or was asked for, within ``work_deadline_s``."""
+        return bool(self._calls) and self._clock.monotonic() - self._progress_s < self.limits.work_deadline_s
+
+    def poll(self) -> int:
+        """Take the results of ended calls and look for hung ones. Returns how many ended."""
+        if not self._calls and not self.executor.outstanding and self._shown is BreakerState.CLOSED:
+            return 0
+        ended = self.executor.poll()
+        now = self._clock.monotonic()
+        if now >= self._watch_at_s or (ended and self._hung):
+            self._watch_at_s = now + self.limits.hung_after_s / 10
+            late = now - self.limits.hung_after_s
+            self._hung = sum(c.ended_s is None and c.began_s is not None and c.began_s <= late for c in self._calls)
+        self._show()
+        return ended
+
+    def _show(self) -> None:
+        state = self.state
+        if state is self._shown:
+            return
+        if BreakerState.OPEN in (state, self._shown):
+            why = f"{self._hung} calls hang" if self._hung else "its calls fail"
+            what = f"bypassed: {why}" if state is BreakerState.OPEN else "asked again"
+            logger.warning("Tier %s is %s", self.name, what)
+        self._shown = state
+        self._metrics.gauge("tier_state", state, tier=self.name)
+
+    # --- what it holds, as far as is known ---------------------------------------------------------------------
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether ``key`` was written to the store, or found there, and not missed since."""
+        return key in self._known
+
+    def _learn(self, key: ChunkKey, held: bool) -> None:
+        if not held:
+            self._known.pop(key, None)
+            return
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > self.limits.known_keys:
+            self._known.popitem(last=False)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def probe(self, keys: Sequence[ChunkKey], then: Callable[[list[bool]], None]) -> Call | None:
+        """Ask which of ``keys`` the store has; a failure is "none". None: not asked, the queue is full."""
+
+        def end(_: Call, found: list[bool] | None, error: BaseException | None) -> None:
+            if found is None:
+                self._failed(len(keys), error)
+            else:
+                for key, held in zip(keys, found, strict=True):
+                    self._learn(key, held)
+            then(found or [False] * len(keys))
+
+        return self._submit(lambda: self._store.contains(keys), end, lambda: None, urgent=True)
+
+    def room(self, group: int) -> int:
+        """How many more chunks of ``group`` may be read now."""
+        free = self.limits.max_read_bytes - self._read_bytes
+        return free // self._frame_bytes(group) if self._read_bytes else max(1, free // self._frame_bytes(group))
+
+    def batch(self, group: int) -> int:
+        """How many chunks of ``group`` make one read call."""
+        return max(1, self.limits.read_batch_bytes // self._frame_bytes(group))
+
+    def read(self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[bool]], None]) -> Call | None:
+        """Fill the leased slots. ``then`` hears which hold a whole frame of their key, checked; the others are
+        misses, and corrupt ones are deleted from the store. None: nothing happens, the queue is full."""
+        size = sum(self._frame_bytes(key.group) for key, _ in items)
+        views = [(key, lease.view()) for key, lease in items]
+
+        def end(call: Call, good: list[bool | None] | None, error: BaseException | None) -> None:
+            self._read_bytes -= size
+            self._ended_read(call, [key for key, _ in items], good, error)
+            then([ok is True for ok in good] if good is not None else [False] * len(items))
+
+        def give_up() -> None:
+            self._read_bytes -= size
+
+        call = self._submit(lambda: self._read_checked(views), end, give_up, urgent=True)
+        if call is not None:
+            self._read_bytes += size
+        return call
+
+    def _read_checked(self, views: Sequence[tuple[ChunkKey, memoryview]]) -> list[bool | None]:
+        """On a worker: read and check. True: a whole frame; False: not there; None: corrupt, and deleted."""
+        good: list[bool | None] = []
+        for (key, view), outcome in zip(views, self._store.read(views), strict=True):
+            try:
+                if isinstance(outcome, Missing):
+                    good.append(False)
+                    continue
+                if not isinstance(outcome, Done):
+                    raise FrameError("longer than a frame of this key can be")
+                group = self._layout.groups[key.group]
+                frame.check(view, outcome.length, key, group, integrity_key=self._integrity_key)
+                good.append(True)
+            except FrameError:
+                good.append(None)
+        corrupt = [key for (key, _), ok in zip(views, good, strict=True) if ok is None]
+        if corrupt:
+            with suppress(StoreError):  # it is a miss either way; deleting is for those who come later
+                self._store.delete(corrupt)
+        return good
+
+    def _ended_read(
+        self, call: Call, keys: Sequence[ChunkKey], good: list[bool | None] | None, error: BaseException | None
+    ) -> None:
+        count, metrics = self._metrics.count, self._metrics
+        if good is None:
+            self._failed(len(keys), error)
+            if isinstance(error, StoreRefused):
+                for key in keys:
+                    self._learn(key, False)
+            return
+        for key, ok in zip(keys, good, strict=True):
+            self._learn(key, ok is True)
+        if corrupt := sum(ok is None for ok in good):
+            count("corrupt_chunks", corrupt, tier=self.name)
+        size = sum(self._frame_bytes(key.group) for key, ok in zip(keys, good, strict=True) if ok)
+        if size:
+            count("loaded_chunks", good.count(True), tier=self.name)
+            count("loaded_bytes", size, tier=self.name)
+            metrics.observe("load_seconds", call.seconds, tier=self.name)
+            metrics.observe("load_size_bytes", size, tier=self.name)
+
+    def write(self, key: ChunkKey, lease: Lease, then: Callable[[bool], None]) -> Call | None:
+        """Write the sealed frame in the leased slot; ``then`` hears whether the store has the key now.
+
+        None: refused and counted, because too much is queued or the tier is bypassed; ``then`` never runs.
+        """
+        size = self._frame_bytes(key.group)
+        if not self.usable:
+            self._refuse("unavailable")
+            return None
+        queued = self._queued_bytes + size
+        if self._queued_writes >= self.limits.max_queued_writes or queued > self.limits.max_queued_bytes:
+            self._refuse("queue_full")
+            return None
+        view = lease.view()
+
+        def end(call: Call, outcomes: list[Outcome] | None, error: BaseException | None) -> None:
+            self._queue(-1, -size)
+            self._ended_write(call, key, outcomes, error)
+            then(outcomes is not None)
+
+        call = self._submit(
+            lambda: self._store.write([(key, [view])]), end, lambda: self._queue(-1, -size), urgent=False
+        )
+        if call is None:
+            self._refuse("queue_full")
+            return None
+        self._queue(1, size)
+        return call
+
+    def _ended_write(
+        self, call: Call, key: ChunkKey, outcomes: list[Outcome] | None, error: BaseException | None
+    ) -> None:
+        metrics = self._metrics
+        if outcomes is None:
+            self._failed(1, error)
+            return
+        self._learn(key, True)
+        [outcome] = outcomes
+        if isinstance(outcome, Done):
+            metrics.count("stored_chunks", tier=self.name)
+            metrics.count("stored_bytes", outcome.length, tier=self.name)
+            metrics.observe("store_seconds", call.seconds, tier=self.name)
+            metrics.observe("store_size_bytes", outcome.length, tier=self.name)
+        else:  # there already, or the store has no room: the next probe tells which
+            metrics.count("refused_chunks", tier=self.name, reason="rejected")
+
+    def _submit(
+        self,
+        work: Callable[[], T],
+        then: Callable[[Call, T | None, BaseException | None], None],
+        release_bytes: Callable[[], None],
+        *,
+        urgent: bool,
+    ) -> Call | None:
+        clock = self._clock
+
+        def forget() -> None:
+            self._calls.pop(call, None)
+            release_bytes()
+
+        call = Call(forget)
+
+        def run() -> T | None:
+            if not call.begin(clock.monotonic()):
+                return None
+            try:
+                return work()
+            finally:
+                call.ended_s = clock.monotonic()
+
+        def end(value: T | None, error: BaseException | None) -> None:
+            if not call.cancelled:
+                self._calls.pop(call, None)
+                self._progress_s = clock.monotonic()
+                then(call, value, error)
+
+        if not self.executor.submit(run, end, urgent=urgent):
+            return None
+        self._calls[call] = None
+        self._progress_s = clock.monotonic()
+        return call
+
+    def _frame_bytes(self, group: int) -> int:
+        return self._layout.groups[group].frame_bytes
+
+    def _refuse(self, reason: str) -> None:
+        self._metrics.count("refused_chunks", tier=self.name, reason=reason)
+
+    def _failed(self, chunks: int, error: BaseException | None) -> None:
+        known = ((StoreUnavailable, "unavailable"), (StoreRefused, "refused"))
+        reason = next((word for kind, word in known if isinstance(error, kind)), "error")
+        self._metrics.count("failed_chunks", chunks, tier=self.name, reason=reason)
+
+    def _queue(self, writes: int, size: int) -> None:
+        self._queued_writes += writes
+        self._queued_bytes += size
+        self._metrics.gauge("queued_bytes", self._queued_bytes, tier=self.name)
+
+    def close(self, timeout_s: float) -> bool:
+        """Drop what has not begun, wait at most ``timeout_s`` for what has. False: a call hangs, and the store
+        stays open under it."""
+        ended = self.executor.close(timeout_s)
+        self.executor.poll()
+        if ended:
+            self._store.close()
+        return ended

@@ -1,0 +1,1 @@
+"""Transfers in flight between the pool and lower tiers: single flight, owners' waits, deadlines."""
