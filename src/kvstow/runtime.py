@@ -194,5 +194,5 @@ class ThreadExecutor:
             work.run()
             with self._ended:
                 self._done.append(work)
+                del work  # an idle thread must not keep the last result, and the memory it views, alive
                 self._ended.notify_all()
-            del work  # an idle thread must not keep the last result, and the memory it views, alive
