@@ -1,7 +1,7 @@
 """Settings: frozen structs, parsed once. ``load`` reads this process's own, ``parse`` what it is given."""
 
 from kvstow.settings.checks import MIN_CHUNKS, check_host, check_pool, chunk_tokens
-from kvstow.settings.machine import HostFacts, host_facts
+from kvstow.settings.machine import HostFacts, available_bytes, host_facts
 from kvstow.settings.schema import Memory, Settings, leaves
 from kvstow.settings.sources import Effective, Row, load, parse, variable
 from kvstow.settings.values import Secret, format_size, parse_size, redact_url
@@ -14,6 +14,7 @@ __all__ = [
     "Row",
     "Secret",
     "Settings",
+    "available_bytes",
     "check_host",
     "check_pool",
     "chunk_tokens",

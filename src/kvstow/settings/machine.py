@@ -46,6 +46,12 @@ def host_facts(pool_dir: str | None = None) -> HostFacts:
     return HostFacts(tightest_memory(_read), free, problem, tuple(_holders()))
 
 
+def available_bytes() -> int:
+    """Memory that is left to this process, now; where that is unknown, no limit."""
+    memory = tightest_memory(_read)
+    return _UNLIMITED if memory is None else memory.available_bytes
+
+
 def tightest_memory(read: Read) -> Memory | None:
     """The machine's memory or the cgroup's that has least left, by ``read`` (path to content, None: not there)."""
     found = [*_machine_memory(read), *_cgroup_memory(read)]

@@ -249,6 +249,6 @@ def require_fixed_root(algorithm: str, seed: str | None, tier: str) -> None:
     if root_hash_is_random(algorithm, seed):
         raise UnsupportedError(
             f"tier {tier} outlives this process, but vLLM's block hashes ({algorithm}) start from a random root in "
-            f"each process: nothing stored would ever be found again. Set {SEED_VARIABLE}=0 in the environment of every "
+            f"each process: nothing stored would be found again. Set {SEED_VARIABLE}=0 in the environment of every "
             "instance, the same value on all, or start vLLM with --prefix-caching-hash-algo sha256"
         )
