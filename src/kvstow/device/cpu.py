@@ -83,13 +83,13 @@ def one_thread() -> Iterator[None]:
 class _Run(NamedTuple):
     """Consecutive layers whose planes are rows of one table, so that a whole chunk of them is one call.
 
-    Block ``b``'s plane ``p`` of layer ``l`` is row ``base[l, 0, p] + b * step[l, 0, p]`` of ``rows``.
+    Block ``b``'s plane ``p`` of layer ``l`` is row ``base[l, 0, p] + b * step`` of ``rows``.
     """
 
     layers: range
     rows: torch.Tensor
     base: torch.Tensor
-    step: torch.Tensor
+    step: int
 
 
 def _unit_bytes(plan: GroupPlan) -> int:
@@ -134,6 +134,7 @@ def _same_table(plan: GroupPlan, first: int, other: int) -> bool:
     return len(planes) == len(plan.layers[first].planes) and all(
         plane.untyped_storage().data_ptr() == head.untyped_storage().data_ptr()
         and plane.shape[1] == width
+        and plane.stride(0) == head.stride(0)
         and plane.stride(0) % width == 0
         and (plane.storage_offset() - head.storage_offset()) % width == 0
         for plane in planes
@@ -148,8 +149,7 @@ def _table(plan: GroupPlan, layers: range, unit: int) -> _Run:
     rows = _view(head, unit, start, (count, width // unit), (width // unit, 1))
     planes = [plan.layers[i].planes for i in layers]
     base = torch.tensor([[[(plane.storage_offset() - start) // width for plane in of]] for of in planes])
-    step = torch.tensor([[[plane.stride(0) // width for plane in of]] for of in planes])
-    return _Run(layers, rows, base, step)
+    return _Run(layers, rows, base, head.stride(0) // width)
 
 
 class _Group:
@@ -174,7 +174,7 @@ class _Group:
         for run in self._runs:
             if whole:
                 width = run.rows.shape[1]
-                index = (run.base + run.step * ids.view(1, -1, 1)).view(-1)
+                index = torch.add(run.base, ids.view(1, -1, 1), alpha=run.step).view(-1)
                 at = move.offset + move.blocks_per_chunk * self._plan.prefix_bytes[run.layers[0]]
                 act(run.rows, index, _view(pool, self.unit, at, (index.numel(), width), (width, 1)))
             else:
