@@ -21,6 +21,7 @@ class Hello(KVConnectorHandshakeMetadata):
     groups: tuple[GroupPages, ...]
     shard: tuple[int, int]  # (pipeline rank, which distinct slice of the KV heads); equal on ranks with equal bytes
     host: str  # boot id: every rank must share the scheduler's host memory
+    backends: str  # names of its attention backends
 
 
 @dataclass

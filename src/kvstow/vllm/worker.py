@@ -38,12 +38,14 @@ class WorkerSide:
         rank: tuple[int, int],
         shard: tuple[int, int],
         host: str,
+        backends: str,
     ) -> None:
         self._make_device = make_device
         self._specs = specs
         self._rank = rank
         self._shard = shard
         self._host = host
+        self._backends = backends
         self._device: Device | None = None
         self._groups: tuple[GroupPages, ...] = ()
         self._mounted = False
@@ -72,7 +74,7 @@ class WorkerSide:
 
     def hello(self) -> Hello:
         """This rank's answer to the scheduler's handshake."""
-        return Hello(self._groups, self._shard, self._host)
+        return Hello(self._groups, self._shard, self._host, self._backends)
 
     # --- a step, in vLLM's order -----------------------------------------------------------------------------------
 

@@ -1,0 +1,121 @@
+"""Assembles either side of the connector from vLLM's configuration and kvstow's settings."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from kvstow import build
+from kvstow.device.base import Device
+from kvstow.errors import UnsupportedError
+from kvstow.metrics import Metrics
+from kvstow.pool import PoolRef
+from kvstow.runtime import SystemClock
+from kvstow.settings import Effective, load
+from kvstow.vllm.groups import block_geometry, device_specs, kv_shard
+from kvstow.vllm.identity import attention_backends, model_identity
+from kvstow.vllm.metadata import Hello, Mount
+from kvstow.vllm.requests import Rules
+from kvstow.vllm.scheduler import SchedulerSide, check_ranks
+from kvstow.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("kvstow")
+
+
+def _host() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _transfer(vllm_config: VllmConfig) -> KVTransferConfig:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None  # without it vLLM builds no connector
+    return transfer
+
+
+def _settings(vllm_config: VllmConfig) -> Effective:
+    return load(_transfer(vllm_config).kv_connector_extra_config or {})
+
+
+def _make_device(kind: str) -> Device:
+    if kind == "cpu":
+        from kvstow.device.cpu import CpuDevice
+
+        return CpuDevice(build.copy_executor(), SystemClock())
+    if kind == "cuda":
+        from kvstow.device.cuda import CudaDevice
+
+        return CudaDevice(build.copy_executor())
+    raise UnsupportedError(f"kvstow has no device for torch's {kind!r} tensors; it serves cpu and cuda")
+
+
+def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
+    """The worker's side; its rank is known because vLLM has set up its process groups."""
+    _settings(vllm_config)  # a wrong setting is said by the first process that starts
+    rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+    shard = kv_shard(vllm_config, tp_rank=rank[1], pp_rank=rank[0])
+    specs = device_specs(kv_cache_config)
+    backends = attention_backends(vllm_config, [name for group in specs for name in group])
+    return WorkerSide(_make_device, specs, rank, shard, _host(), backends)
+
+
+def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """What must happen in the scheduler's constructor: vLLM reads the load failure policy right after it."""
+    block_geometry(vllm_config, kv_cache_config)
+    transfer = _transfer(vllm_config)
+    if transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        logger.info("kv_load_failure_policy is set to recompute: a chunk that cannot be restored is computed again")
+
+
+def scheduler_side(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hellos: dict[tuple[int, int], Hello]
+) -> SchedulerSide:
+    """The scheduler's side, once every rank has said what its device recognised."""
+    effective = _settings(vllm_config)
+    settings = effective.settings
+    check_ranks(hellos, vllm_config.parallel_config.world_size, _host())
+    logger.info("kvstow settings: %s", effective.one_line())
+    blocks = block_geometry(vllm_config, kv_cache_config)
+    groups = {hello.shard: hello.groups for hello in hellos.values()}
+    order = sorted(groups)
+    layout = build.chunk_layout(settings, blocks.block_tokens, [groups[shard][0].block_bytes for shard in order])
+    build.check(settings, layout, engines=vllm_config.parallel_config.data_parallel_size_local)
+    backends = "+".join(sorted({hello.backends for hello in hellos.values()}))
+    identity = model_identity(vllm_config, [groups[shard] for shard in order], layout.chunk_tokens, backends)
+    metrics, clock = Metrics(), SystemClock()
+    transfer = _transfer(vllm_config)
+    pool, engine = build.build_engine(settings, layout, name=str(transfer.engine_id), clock=clock, metrics=metrics)
+    logger.info(
+        "kvstow is ready: chunks of %d tokens, %.2f MB each; host pool of %d chunks (%d tokens), %.2f GB; namespace %s",
+        *(layout.chunk_tokens, layout.max_frame_bytes / 1e6, pool.slots, pool.slots * layout.chunk_tokens),
+        *(pool.capacity_bytes / 1e9, identity.namespace.hex()[:16]),
+    )
+    speculative = vllm_config.speculative_config
+    eagle = speculative is not None and speculative.use_eagle()
+    lookahead = 1 if eagle else 0
+    return SchedulerSide(
+        engine,
+        identity.namespace,
+        Rules(blocks.block_tokens, blocks.hash_tokens, layout.chunk_tokens, settings.save_decode, lookahead),
+        _mount(pool.ref, hellos, order),
+        loads=transfer.is_kv_consumer,
+        stores=transfer.is_kv_producer,
+        clock=clock,
+        metrics=metrics,
+    )
+
+
+def _mount(pool: PoolRef, hellos: dict[tuple[int, int], Hello], order: list[tuple[int, int]]) -> Mount:
+    """Of the ranks that hold the same bytes the first writes them."""
+    writers: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank in sorted(hellos):
+        writers.setdefault(hellos[rank].shard, rank)
+    shards = {rank: order.index(hello.shard) for rank, hello in hellos.items()}
+    return Mount(pool, shards, frozenset(writers.values()))
