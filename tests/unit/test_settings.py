@@ -261,8 +261,8 @@ def test_o1_what_is_not_a_mapping_of_yaml(content: str, tmp_path: Any) -> None:
 def test_o1_an_unreadable_file_is_named_with_its_variable(tmp_path: Any) -> None:
     missing = str(tmp_path / "no.yaml")
     message = refused(env={CONFIG_FILE: missing})
-    assert missing in message
-    assert CONFIG_FILE in message
+    assert f"{missing} (named by {CONFIG_FILE})" in message
+    assert CONFIG_FILE not in refused(missing)
     assert "No such file" in message
     assert "directory" in refused(str(tmp_path))
     huge = tmp_path / "huge.yaml"

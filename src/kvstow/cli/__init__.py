@@ -1,1 +1,5 @@
-"""kvstow.cli"""
+"""The ``kvstow`` command."""
+
+from kvstow.cli.main import app, main
+
+__all__ = ["app", "main"]

@@ -16,6 +16,7 @@ import msgspec
 
 from kvstow.errors import SettingsError
 from kvstow.settings.schema import SECRET, Leaf, Settings, leaves
+from kvstow.settings.values import Secret
 from kvstow.settings.yamlfile import read_yaml
 
 PREFIX: Final = "KVSTOW_"
@@ -30,9 +31,10 @@ _KUBERNETES_PORT: Final = re.compile(r"(tcp|udp|sctp)://.*")
 
 
 class Row(NamedTuple):
-    """An effective setting: its key, its value as users write it (secrets masked), and where it came from."""
+    """An effective setting: its key, its value, plain and as users write it (secrets masked), and where from."""
 
     key: str
+    value: str | int | float | bool | None
     shown: str
     source: str
 
@@ -47,7 +49,12 @@ class Effective:
 
     def describe(self) -> list[Row]:
         """Every setting, in the order of the schema."""
-        return [Row(leaf.key, leaf.show(value_of(self.settings, leaf)), self.sources[leaf.key]) for leaf in leaves()]
+        return [self._row(leaf) for leaf in leaves()]
+
+    def _row(self, leaf: Leaf) -> Row:
+        value = value_of(self.settings, leaf)
+        plain = str(value) if isinstance(value, Secret) else value
+        return Row(leaf.key, plain, leaf.show(value), self.sources[leaf.key])
 
     def one_line(self) -> str:
         """All of it in one line for the log, with the source of what isn't a default."""
@@ -80,8 +87,9 @@ def parse(file: str | None, env: Mapping[str, str], extra_config: Mapping[str, A
     known = {leaf.key: leaf for leaf in leaves()}
     values: dict[str, Any] = {key: leaf.default for key, leaf in known.items()}
     sources = dict.fromkeys(known, DEFAULT)
+    named_by = ""
     if file is None and CONFIG_FILE in env:
-        file = env[CONFIG_FILE]
+        file, named_by = env[CONFIG_FILE], f" (named by {CONFIG_FILE})"
         if not file.strip():
             raise SettingsError(f"{CONFIG_FILE} is set but empty: unset it, or give it the path of a YAML file")
 
@@ -94,7 +102,7 @@ def parse(file: str | None, env: Mapping[str, str], extra_config: Mapping[str, A
             values[key], sources[key] = _checked(known[key], raw, source, from_text=from_text), source
 
     if file is not None:
-        take(_flat(read_yaml(file, CONFIG_FILE), file, known), from_text=False)
+        take(_flat(read_yaml(file, named_by), file, known), from_text=False)
     take(_variables(env, known), from_text=True)
     take(_flat(extra_config or {}, EXTRA_CONFIG, known), from_text=False)
     return Effective(_build(known.values(), values), sources)

@@ -14,7 +14,7 @@ MAX_FILE_BYTES: Final = 1 << 20
 
 
 def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
-    """The mapping in the file at ``path``; empty for a file of comments only.
+    """The mapping in the file at ``path``; empty for a file of comments only. ``named_by`` follows it in messages.
 
     Raises ``SettingsError`` naming the path when it can't be read, isn't YAML, isn't a mapping, or gives a key
     twice. Tags that build objects are refused, as ``yaml.safe_load`` does.
@@ -23,9 +23,9 @@ def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
         with open(path, "rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise SettingsError(f"cannot read the settings file {path} ({named_by}): {error.strerror}") from error
+        raise SettingsError(f"cannot read the settings file {path}{named_by}: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:
-        raise SettingsError(f"the settings file {path} ({named_by}) is larger than {MAX_FILE_BYTES} bytes")
+        raise SettingsError(f"the settings file {path}{named_by} is larger than {MAX_FILE_BYTES} bytes")
     parsed = parse_yaml(content, path)
     if parsed is None:
         return {}
