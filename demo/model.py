@@ -22,6 +22,8 @@ CACHE: Final = Path(__file__).resolve().parent.parent / ".cache" / "models"
 SMOLLM2: Final = "smollm2-135m"
 TINY_LLAMA: Final = "tiny-llama"
 TINY_MLA: Final = "tiny-mla"
+TINY_GEMMA3: Final = "tiny-gemma3"
+TINY_MAMBA: Final = "tiny-mamba"
 
 SEED: Final = 20250
 TINY_SPREAD: Final = 0.15  # std of random weights: far larger than usual, so that greedy choices are rarely near ties
@@ -67,6 +69,16 @@ def tiny_llama(cache: Path = CACHE) -> Path:
 def tiny_mla(cache: Path = CACHE) -> Path:
     """Random DeepSeek-V2: 2 dense layers with MLA (latent 512, rope 64), SmolLM2's tokenizer."""
     return once(TINY_MLA, _write_tiny_mla, cache)
+
+
+def tiny_gemma3(cache: Path = CACHE) -> Path:
+    """Random Gemma-3 (text): 5 layers with a sliding window of 256 and a full one, SmolLM2's tokenizer."""
+    return once(TINY_GEMMA3, _write_tiny_gemma3, cache)
+
+
+def tiny_mamba(cache: Path = CACHE) -> Path:
+    """Random Mamba: 2 layers of recurrent state, SmolLM2's tokenizer."""
+    return once(TINY_MAMBA, _write_tiny_mamba, cache)
 
 
 def unpermuted(weight: Array, heads: int) -> Array:
@@ -186,6 +198,30 @@ def _write_tiny_mla(directory: Path) -> None:
         **_TINY,
     )
     _write_random(directory, DeepseekV2ForCausalLM, config)
+
+
+def _write_tiny_gemma3(directory: Path) -> None:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=256,
+        **_TINY | {"num_hidden_layers": 6},
+    )
+    _write_random(directory, Gemma3ForCausalLM, config)
+
+
+def _write_tiny_mamba(directory: Path) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(
+        hidden_size=128, state_size=16, num_hidden_layers=2, vocab_size=49152, bos_token_id=1, eos_token_id=2
+    )
+    _write_random(directory, MambaForCausalLM, config)
 
 
 _TINY: Final[dict[str, Any]] = {
