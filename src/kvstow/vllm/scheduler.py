@@ -41,6 +41,7 @@ class _Sent:
     moved_tokens: int
     total_tokens: int
     since_s: float
+    lost: bool = False  # part of a load had no place any more: the workers report its blocks
     report: JobReport = field(default_factory=lambda: JobReport(0, set(), 0, 0.0))
 
 
@@ -147,14 +148,15 @@ class SchedulerSide:
         for index, lease in enumerate(leases, start=first):
             low, high = max(start, index * chunk), min(end, (index + 1) * chunk)
             copies.append(Copy(lease.place, block_ids[low // block : high // block], (low - index * chunk) // block))
-        held_end = min(end, (first + len(leases)) * chunk)
+        held_end = max(start, min(end, (first + len(leases)) * chunk))
         job = self._new_job(tracked, copies, leases, load=True, required=external_tokens, moved=held_end - start)
         job.lost = block_ids[held_end // block : -(-end // block)]
+        self._sent[job.job].lost = bool(job.lost)
         tracked.loading = job.job
         self._next_meta.loads.append(job)
 
     def _count_lookup(self, tracked: Tracked, external_tokens: int) -> None:
-        if tracked.counted or not tracked.load:
+        if tracked.counted or not tracked.load or getattr(tracked.request, "skip_reading_prefix_cache", False):
             return
         tracked.counted = True
         chunk = self._rules.chunk_tokens
@@ -270,6 +272,9 @@ class SchedulerSide:
             tracked.stores.discard(number)
             if tracked.loading == number:
                 tracked.loading = None
+                # A copy that failed may fail for ever; and vLLM counts such a request's blocks twice when it asks
+                # for another asynchronous load, which can leave it and all behind it waiting for good.
+                tracked.load = tracked.load and not (sent.report.failed or sent.lost)
         report = sent.report
         for index, lease in enumerate(sent.leases):
             if not (sent.load or self._broken or index in report.failed):
