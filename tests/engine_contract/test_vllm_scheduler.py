@@ -1,0 +1,71 @@
+"""The connector under vLLM's own scheduler, random traffic and faults; every byte that is read is checked."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.engine_contract.scenario import Traffic, random_failures, random_shape
+from tests.engine_contract.seeds import seeds
+from tests.engine_contract.stack import Shape
+from tests.engine_contract.vllm_scheduler import Driver
+
+REQUESTS = 22
+
+
+def run_seed(seed: int, **fixed: Any) -> Driver:
+    """One engine's life: traffic with faults until all requests have ended, then idle."""
+    rng = random.Random(seed)
+    shape = random_shape(rng, **fixed)
+    chance = rng.choice((0.0, 0.0, 0.1))
+    driver = Driver(shape, seed, fails=random_failures(rng, chance))
+    most = min(220, (shape.num_blocks - 2) * shape.block - 32)
+    traffic = Traffic(rng, shape, most)
+    aborts, resets = rng.choice((0.0, 0.03)), rng.choice((0.0, 0.0, 0.02))
+    pace, speed = rng.choice((0.1, 0.4, 1.0)), rng.choice((0.2, 0.5, 1.0))
+    added = 0
+
+    def disturb() -> None:
+        live = driver.unfinished
+        if live and rng.random() < aborts:
+            driver.abort(rng.choice(live))
+
+    while added < REQUESTS or driver.unfinished:
+        if added < REQUESTS and rng.random() < pace and len(driver.unfinished) < 8:
+            finished = [[*driver.requests[r].prompt_token_ids, *driver.outputs[r]] for r in driver.outputs]
+            driver.add(f"r{added}", traffic.prompt(finished), rng.randint(1, 24), **traffic.options())
+            added += 1
+        disturb()
+        if rng.random() < resets:
+            driver.reset(running=rng.random() < 0.7)
+        driver.stack.work(speed)
+        driver.step(disturb)
+        assert driver.steps < 6000, f"no end in sight: {driver.unfinished}"
+    driver.settle(speed)
+    check_everything_is_accounted_for(driver, quiet=not (chance or aborts or resets))
+    return driver
+
+
+def check_everything_is_accounted_for(driver: Driver, *, quiet: bool) -> None:
+    """Every full prompt chunk of a finished request is held by a tier, or was evicted, refused or failed: counted."""
+    stack = driver.stack
+    if not stack.shape.stores:
+        return
+    wanted = set()
+    for req_id, request in driver.requests.items():
+        params = request.kv_transfer_params or {}
+        if req_id not in driver.aborted and not params.get("kvstow.skip_store"):
+            wanted.update(stack.keys(request)[: request.num_prompt_tokens // stack.shape.chunk])
+    absent = stack.engine.missing(sorted(wanted))
+    if quiet:
+        lost = sum(stack.counter(name) for name in ("evicted_chunks", "refused_chunks", "failed_chunks"))
+        assert len(absent) <= lost, f"{len(absent)} chunks are nowhere, {lost} were counted as lost"
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("seed", seeds(60))
+def test_random(seed: int) -> None:
+    driver = run_seed(seed)
+    driver.close()
