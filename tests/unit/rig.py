@@ -56,8 +56,8 @@ class Rig:
         tiers: int = 1,
         *,
         limits: TierLimits | None = None,
-        inner: Callable[[], MemoryStore] = MemoryStore,
         inners: Sequence[MemoryStore] | None = None,
+        executor: Callable[[int], Any] | None = None,
         policy: Any = None,
         **engine: Any,
     ) -> None:
@@ -65,9 +65,10 @@ class Rig:
         self.metrics = Metrics()
         self.pool = HostPool.create(LAYOUT, slots * FRAME_BYTES, name="rig")
         self.sealer = ManualExecutor(self.clock, run_in_wait=True)
-        self.inners = list(inners) if inners is not None else [inner() for _ in range(tiers)]
+        self.inners = list(inners) if inners is not None else [MemoryStore() for _ in range(tiers)]
         self.stores = [FaultStore(store) for store in self.inners]
-        self.executors = [ManualExecutor(self.clock, run_in_wait=True) for _ in self.stores]
+        manual = lambda _: ManualExecutor(self.clock, run_in_wait=True)  # noqa: E731
+        self.executors = [(executor or manual)(i) for i in range(len(self.stores))]
         self.tiers = [
             Tier(f"t{i}", store, executor, layout=LAYOUT, clock=self.clock, metrics=self.metrics, limits=limits)
             for i, (store, executor) in enumerate(zip(self.stores, self.executors, strict=True))
