@@ -1,0 +1,5 @@
+"""The disk tier: see ``store`` for what it is, ``names`` for its files, ``ledger`` for its size limit."""
+
+from kvstow.store.disk.store import DiskOptions, DiskStore
+
+__all__ = ["DiskOptions", "DiskStore"]

@@ -1,0 +1,201 @@
+"""What a data directory holds, as all processes that share it agree: one page of a file, changed under flock.
+
+Bytes are *published* (files, quarantine, directories) or *reserved* by a live process, for what it is writing. A
+process reserves before it creates a file, so their sum is never less than what is on disk, whoever is killed when:
+
+- killed before the file was published: its reservation becomes published bytes of nothing when it is reaped;
+- killed between publishing and saying so: the reservation becomes what was published;
+
+and ``reconcile`` takes the surplus away. A page that isn't whole (a machine crash) is started anew as *unknown*:
+nothing can be reserved until a scan has counted what is there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstow.errors import StoreUnavailable, UnsupportedError
+from kvstow.layout import align_up
+from kvstow.store.disk.files import Fd
+from kvstow.store.disk.names import TOKEN_BYTES
+
+MAGIC: Final = b"KVSTOWL1"
+PAGE_BYTES: Final = 4096
+LOCK_TRIES: Final = 500  # of 2 ms: the lock is held for microseconds, so a second means a holder that is stopped
+LOCK_WAIT_S: Final = 0.002
+_HEAD: Final = struct.Struct("<8sII16sQQQ")  # magic, CRC32 of what follows it, processes, id, published, added, removed
+_BODY_AT: Final = 12
+_SLOT: Final = struct.Struct(f"<{TOKEN_BYTES}sQ")
+MAX_PROCESSES: Final = (PAGE_BYTES - _HEAD.size) // _SLOT.size
+_UNKNOWN: Final = (1 << 64) - 1
+
+
+@dataclass
+class Book:
+    """The page. ``added_bytes`` and ``removed_bytes`` only grow: they say what happened while someone counted."""
+
+    id: bytes
+    published_bytes: int | None = None  # None: unknown
+    added_bytes: int = 0
+    removed_bytes: int = 0
+    reserved: dict[bytes, int] = field(default_factory=dict)  # by token, of each process
+
+    @property
+    def used_bytes(self) -> int | None:
+        return None if self.published_bytes is None else self.published_bytes + sum(self.reserved.values())
+
+    def add(self, size: int) -> None:
+        self.added_bytes += size
+        if self.published_bytes is not None:
+            self.published_bytes += size
+
+    def remove(self, size: int) -> None:
+        self.removed_bytes += size
+        if self.published_bytes is not None:
+            self.published_bytes = max(0, self.published_bytes - size)
+
+    def pack(self) -> bytes:
+        published = _UNKNOWN if self.published_bytes is None else self.published_bytes
+        head = _HEAD.pack(
+            MAGIC, 0, len(self.reserved), self.id, published, self.added_bytes, self.removed_bytes
+        )
+        body = head[_BODY_AT:] + b"".join(_SLOT.pack(*slot) for slot in self.reserved.items())
+        body = body.ljust(PAGE_BYTES - _BODY_AT, b"\0")
+        return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+
+    @classmethod
+    def unpack(cls, page: bytes) -> Book | None:
+        """None: not a whole page of this format."""
+        if len(page) != PAGE_BYTES or page[:8] != MAGIC:
+            return None
+        _, crc, count, id_, published, added, removed = _HEAD.unpack_from(page)
+        if crc != zlib.crc32(page[_BODY_AT:]) or count > MAX_PROCESSES:
+            return None
+        slots = (_SLOT.unpack_from(page, _HEAD.size + i * _SLOT.size) for i in range(count))
+        return cls(id_, None if published == _UNKNOWN else published, added, removed, dict(slots))
+
+
+class LedgerGone(StoreUnavailable):
+    """The file was removed, or replaced, under us: attach again."""
+
+
+class Ledger:
+    """This process's share in the page. Thread-safe; each call holds the lock for two small system calls."""
+
+    def __init__(self, fd: Fd, token: bytes, unit_bytes: int) -> None:
+        self._fd = fd
+        self._token = token
+        self._unit = unit_bytes
+        self._threads = threading.Lock()
+        self._pause = threading.Event()
+
+    def rounded(self, size: int) -> int:
+        """What a file of ``size`` bytes takes."""
+        return align_up(size, self._unit)
+
+    @contextmanager
+    def book(self, *, fresh: Callable[[], Book] | None = None) -> Iterator[Book]:
+        """The page, to read and change; written back at the end of the block.
+
+        ``fresh`` makes a new one where there is none that is whole.
+        """
+        if not self._threads.acquire(timeout=LOCK_TRIES * LOCK_WAIT_S):
+            raise StoreUnavailable("the ledger's lock was not to be had")
+        try:
+            self._lock()
+            try:
+                page = os.pread(self._fd.number, PAGE_BYTES, 0)
+                book = Book.unpack(page) or (fresh() if fresh else None)
+                if book is None:
+                    raise LedgerGone("the ledger is not whole")
+                yield book
+                changed = book.pack()
+                if changed != page and os.pwrite(self._fd.number, changed, 0) != PAGE_BYTES:
+                    raise StoreUnavailable("the ledger was not written whole")
+            finally:
+                fcntl.flock(self._fd.number, fcntl.LOCK_UN)
+        finally:
+            self._threads.release()
+
+    def _lock(self) -> None:
+        for _ in range(LOCK_TRIES):
+            try:
+                fcntl.flock(self._fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._pause.wait(LOCK_WAIT_S)
+                continue
+            if os.fstat(self._fd.number).st_nlink == 0:
+                fcntl.flock(self._fd.number, fcntl.LOCK_UN)
+                raise LedgerGone("the ledger was removed")
+            return
+        raise StoreUnavailable("another process holds the ledger's lock")
+
+    def join(self, fresh: Callable[[], Book]) -> Book:
+        """Take part. Raises ``UnsupportedError`` when too many processes do."""
+        with self.book(fresh=fresh) as book:
+            if len(book.reserved) >= MAX_PROCESSES:
+                raise UnsupportedError(f"{MAX_PROCESSES} processes share the data directory already, which is the most")
+            book.reserved.setdefault(self._token, 0)
+        return book
+
+    def leave(self) -> None:
+        with self.book() as book:
+            book.add(book.reserved.pop(self._token, 0))
+
+    def reserve(self, size: int, limit_bytes: int) -> int | None:
+        """Reserve what a file of ``size`` bytes takes. 0: done; else the bytes lacking; None: usage is unknown."""
+        with self.book() as book:
+            if book.used_bytes is None:
+                return None
+            lacking = book.used_bytes + self.rounded(size) - limit_bytes
+            if lacking <= 0:
+                self._reserve(book, self.rounded(size))
+            return max(0, lacking)
+
+    def publish(self, size: int) -> None:
+        """What was reserved for a file of ``size`` bytes is there now."""
+        with self.book() as book:
+            self._reserve(book, -self.rounded(size))
+            book.add(self.rounded(size))
+
+    def release(self, size: int) -> None:
+        """Give back what was reserved for a file of ``size`` bytes."""
+        with self.book() as book:
+            self._reserve(book, -self.rounded(size))
+
+    def _reserve(self, book: Book, change: int) -> None:
+        book.reserved[self._token] = max(0, book.reserved.get(self._token, 0) + change)
+
+    def add(self, size: int) -> None:
+        with self.book() as book:
+            book.add(size)
+
+    def remove(self, size: int) -> None:
+        if size:
+            with self.book() as book:
+                book.remove(size)
+
+    def look(self) -> Book:
+        with self.book() as book:
+            return book
+
+    def reconcile(self, before: Book, counted_bytes: int) -> Book:
+        """Take over a count of everything published that began when the page was ``before``.
+
+        What others did meanwhile may or may not be in the count, so the published bytes are only moved into
+        the range that they must be in; of a quiet directory the count itself.
+        """
+        with self.book() as book:
+            highest = counted_bytes + book.added_bytes - before.added_bytes
+            lowest = counted_bytes - (book.removed_bytes - before.removed_bytes) - sum(book.reserved.values())
+            now = highest if book.published_bytes is None else book.published_bytes
+            book.published_bytes = max(0, lowest, min(now, highest))
+        return book

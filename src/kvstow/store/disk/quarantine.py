@@ -1,0 +1,56 @@
+"""Bad files, moved aside so that somebody can look at them: a few, of bounded bytes, the oldest going first."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from typing import Final
+
+from kvstow.store.disk import names
+from kvstow.store.disk.mount import Mount
+from kvstow.store.disk.scan import allocated_bytes, list_directory
+
+MAX_FILES: Final = 32
+SIZE_SHARE: Final = 32  # at most this part of the tier's size
+
+
+def quarantine(mount: Mount, path: str, digest: bytes, why: str, size_bytes: int) -> None:
+    """Move what is at ``path`` aside, whatever it is. It stays counted; then the oldest go until all is in bounds.
+
+    Does nothing where nothing is there. Raises ``OSError`` where the filesystem can't be changed.
+    """
+    target = f"{names.QUARANTINE}/{digest.hex()}.{why}.{mount.tag()}"
+    with suppress(FileNotFoundError):
+        os.rename(path, target, src_dir_fd=mount.root.number, dst_dir_fd=mount.root.number)
+    shrink(mount, MAX_FILES, size_bytes // SIZE_SHARE)
+
+
+def shrink(mount: Mount, most_files: int, most_bytes: int) -> int:
+    """Drop the oldest until at most so many are left. Returns the bytes that this gave back."""
+    held = sorted(
+        (entry.result.st_ctime_ns, entry.name, allocated_bytes(entry.result, mount.ledger))
+        for entry in list_directory(mount.root, names.QUARANTINE)
+        if names.is_quarantined(entry.name)
+    )
+    total, freed = sum(size for _, _, size in held), 0
+    while held and (len(held) > most_files or total > most_bytes):
+        _, name, size = held.pop(0)
+        total -= size
+        freed += _drop(mount, f"{names.QUARANTINE}/{name}")
+    mount.ledger.remove(freed)
+    return freed
+
+
+def _drop(mount: Mount, path: str) -> int:
+    """Remove one thing. Directories only if they are empty: what is in them is not ours."""
+    with suppress(OSError):
+        result = mount.kind(path)
+        if result is None:
+            return 0
+        if stat.S_ISDIR(result.st_mode):
+            os.rmdir(path, dir_fd=mount.root.number)
+            return 0
+        os.unlink(path, dir_fd=mount.root.number)
+        return allocated_bytes(result, mount.ledger)
+    return 0

@@ -1,0 +1,125 @@
+"""Reads every chunk once in a while and sets aside what is not whole, before a request meets it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from kvstow.store.disk import files, names
+from kvstow.store.disk.files import Fd
+from kvstow.store.disk.mount import Mount
+from kvstow.store.disk.scan import list_directory, namespaces
+
+SAVE_EVERY: Final = 16  # files between two saves of the cursor: at most these are read again after a restart
+CURSOR_BYTES: Final = 256
+
+#: Whether the bytes are a whole frame of the key with this digest.
+Check = Callable[[bytes, memoryview], bool]
+
+
+class Verified(NamedTuple):
+    namespace: bytes
+    digest: bytes
+    length: int
+    good: bool
+
+
+def chunks_after(root: Fd, cursor: str) -> Iterator[str]:
+    """Paths of all chunks in order, from behind ``cursor`` on; the empty cursor is the start."""
+    for namespace in namespaces(root):
+        for first in names.DIGITS:
+            for second in names.DIGITS:
+                directory = f"{namespace}/{first}/{second}"
+                if f"{directory}/~" < cursor:
+                    continue
+                listed = (name for name, _ in list_directory(root, directory) if names.digest_of(name))
+                yield from (path for name in sorted(listed) if (path := f"{directory}/{name}") > cursor)
+
+
+def verify(mount: Mount, path: str, check: Check, buffer: mmap.mmap | None) -> tuple[Verified | None, mmap.mmap | None]:
+    """Read and check one chunk, through the page cache if it is there already. None: it is gone, or not a file.
+
+    ``buffer`` is used again if it is long enough; the one that was used is returned. Recency does not change.
+    """
+    namespace, digest = bytes.fromhex(path[:64]), names.digest_of(path.rsplit("/", 1)[1])
+    try:
+        fd = Fd(os.open(path, files.READ_FLAGS, dir_fd=mount.root.number))
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+            return None, buffer
+        raise
+    length = os.fstat(fd.number).st_size
+    if digest is None or not length:
+        return (None if digest is None else Verified(namespace, digest, 0, False)), buffer
+    if buffer is None or len(buffer) < length:
+        buffer = mmap.mmap(-1, length)
+    with memoryview(buffer) as whole, whole[:length] as view:
+        if mount.direct and files.aligned([view]):
+            with suppress(OSError):
+                files.direct(fd.number)
+        got = files.read_all(fd.number, [view])
+        good = got == length and check(digest, view)
+    return Verified(namespace, digest, length, good), buffer
+
+
+class Scrub:
+    """Goes round and round one directory, from where the last process stopped. One thread."""
+
+    def __init__(self, check: Check, bad: Callable[[bytes, bytes], None]) -> None:
+        self._check = check
+        self._bad = bad
+        self._buffer: mmap.mmap | None = None
+        self._lock: Fd | None = None
+        self._mount: Mount | None = None
+        self._paths: Iterator[str] = iter(())
+        self._unsaved = 0
+
+    def step(self, mount: Mount, budget_bytes: int, stop: threading.Event) -> int:
+        """Verify files until ``budget_bytes`` are read, or the round ends. Returns the bytes read.
+
+        0 while another process scrubs this directory: one is enough. Raises ``OSError``.
+        """
+        if not self._take(mount):
+            return 0
+        done = 0
+        while done < budget_bytes and not stop.is_set():
+            path = next(self._paths, None)
+            if path is None:
+                self._save("")
+                self._paths = chunks_after(mount.root, "")
+                break
+            result, self._buffer = verify(mount, path, self._check, self._buffer)
+            if result is not None:
+                done += result.length or 1
+                if not result.good:
+                    self._bad(result.namespace, result.digest)
+            self._unsaved += 1
+            if self._unsaved >= SAVE_EVERY:
+                self._save(path)
+        return done
+
+    def _take(self, mount: Mount) -> bool:
+        """The cursor's file, which only one process has locked."""
+        if self._mount is mount and self._lock is not None:
+            return True
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = Fd(os.open(names.SCRUB_CURSOR, flags, names.FILE_MODE, dir_fd=mount.root.number))
+        try:
+            fcntl.flock(fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self._lock, self._mount = fd, mount
+        cursor = os.pread(fd.number, CURSOR_BYTES, 0).decode("ascii", "replace").strip()
+        self._paths = chunks_after(mount.root, cursor)
+        return True
+
+    def _save(self, cursor: str) -> None:
+        assert self._lock is not None
+        self._unsaved = 0
+        os.pwrite(self._lock.number, cursor.ljust(CURSOR_BYTES).encode(), 0)

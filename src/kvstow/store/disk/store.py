@@ -1,0 +1,167 @@
+"""The disk tier's store: one file a chunk, in one or several directories."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvstow.errors import StoreError
+from kvstow.key import ChunkKey
+from kvstow.runtime import Clock, Executor
+from kvstow.store.base import Buffer, Outcome
+from kvstow.store.disk.admission import SecondSight, admit_all
+from kvstow.store.disk.index import Order
+from kvstow.store.disk.scan import Count
+from kvstow.store.disk.scrub import Check, Scrub
+from kvstow.store.disk.volume import Volume, VolumeLimits
+
+TICK_S: Final = 1.0  # between two rounds of background work
+SCAN_AGAIN_S: Final = 10.0  # at the earliest, when a directory is full of what is not known
+SCAN_EVERY_S: Final = 600.0  # learns of what others wrote, and takes drift out of the count
+REAP_EVERY_S: Final = 10.0  # room and temporary files of processes that died
+SCAN_PAUSE_S: Final = 0.02  # between directories of such a scan, which is in no hurry: 5 s for 256 directories
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """``size_bytes`` is the most that all directories hold together, each an even part of it, whoever writes there:
+    other processes, earlier ones, other models. ``min_free_bytes`` stays free on each directory's filesystem.
+
+    ``volume`` pins everything to one directory, by its place in the list; otherwise a chunk's digest chooses.
+    ``scrub_bytes_s`` 0: no scrub.
+    """
+
+    size_bytes: int
+    min_free_bytes: int = 0
+    volume: int | None = None
+    admission: Literal["all", "second_sight"] = "all"
+    scrub_bytes_s: int = 0
+    direct: bool = True
+
+
+class DiskStore:
+    """A ``Store`` of files. What is published survives this process; a machine that crashes may lose the newest.
+
+    Nothing is ever synced: losing a chunk is a miss, and a checksum finds what was half written. Several processes
+    may share a directory; each finds what the others wrote.
+
+    ``order`` makes a policy for each directory. ``describe`` says for people what a namespace is. ``check`` is the
+    scrub's. The constructor opens the directories and raises what that raises.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        options: DiskOptions,
+        *,
+        order: Callable[[], Order],
+        clock: Clock,
+        describe: Callable[[bytes], Mapping[str, object]] = lambda _: {},
+        check: Check | None = None,
+    ) -> None:
+        limits = VolumeLimits(options.size_bytes // len(paths), options.min_free_bytes)
+        admit = SecondSight() if options.admission == "second_sight" else admit_all
+        self._clock = clock
+        self._stop = threading.Event()
+        self._options = options
+        self._volumes = [
+            Volume(path, limits, order(), clock, describe=describe, admit=admit, direct=options.direct)
+            for path in paths
+        ]
+        scrubbed = self._volumes if options.scrub_bytes_s else []
+        self._scrubs = [Scrub(check, self._corrupt(volume)) for volume in scrubbed] if check else []
+        for volume in self._volumes:
+            volume.attach()
+
+    # --- the contract ---------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return [volume.contains(*name) for volume, name in map(self._place, keys)]
+
+    def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for key, buffer in items:
+            volume, name = self._place(key)
+            outcomes.append(volume.read(*name, buffer))
+        return outcomes
+
+    def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for key, parts in items:
+            volume, name = self._place(key)
+            outcomes.append(volume.write(*name, parts))
+        return outcomes
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            volume, name = self._place(key)
+            volume.delete(*name)
+
+    def close(self) -> None:
+        self._stop.set()
+        for volume in self._volumes:
+            volume.close()
+
+    # --- beyond it ------------------------------------------------------------------------------------------------
+
+    def quarantine(self, keys: Sequence[ChunkKey]) -> None:
+        """Move the files of corrupt values aside: each key is a miss from now on, and can be written again."""
+        for key in keys:
+            volume, (namespace, digest) = self._place(key)
+            volume.set_aside(namespace, digest, "corrupt")
+
+    @property
+    def used_bytes(self) -> int | None:
+        """What all directories hold, as all processes agree; None while it is not known, after a crash."""
+        used = [volume.used_bytes for volume in self._volumes]
+        return None if None in used else sum(filter(None, used))
+
+    def scan(self, pause_s: float = 0.0) -> list[Count | None]:
+        """Count, index and shrink every directory; see ``Volume.scan``. Blocks; other calls go on meanwhile."""
+        return [volume.scan(self._stop, pause_s) for volume in self._volumes]
+
+    def start(self, executor: Executor) -> None:
+        """Scan, scrub and clear up on a thread of ``executor``, which it keeps, until ``close``."""
+        executor.submit(self._maintain, lambda _value, _error: None)
+
+    def _place(self, key: ChunkKey) -> tuple[Volume, tuple[bytes, bytes]]:
+        digest = key.digest()
+        which = self._options.volume
+        if which is None:
+            which = int.from_bytes(digest[-4:], "little")
+        return self._volumes[which % len(self._volumes)], (bytes(key.namespace), digest)
+
+    def _corrupt(self, volume: Volume) -> Callable[[bytes, bytes], None]:
+        return lambda namespace, digest: volume.set_aside(namespace, digest, "corrupt")
+
+    def _maintain(self) -> None:
+        due = [_Due() for _ in self._volumes]
+        while not self._stop.is_set():
+            for which, volume in enumerate(self._volumes):
+                with suppress(StoreError, OSError):  # it fails as every call does: the breaker's business
+                    volume.check_in_place()
+                    self._scan_or_reap(volume, due[which])
+                    if self._scrubs:
+                        self._scrubs[which].step(volume.attach(), self._options.scrub_bytes_s, self._stop)
+            self._stop.wait(TICK_S)
+
+    def _scan_or_reap(self, volume: Volume, due: _Due) -> None:
+        now = self._clock.monotonic()
+        if now >= (due.wanted_scan_s if volume.scan_wanted else due.scan_s):
+            due.scan_s, due.wanted_scan_s, due.reap_s = now + SCAN_EVERY_S, now + SCAN_AGAIN_S, now + REAP_EVERY_S
+            volume.scan(self._stop, 0.0 if volume.scan_wanted else SCAN_PAUSE_S)
+        elif now >= due.reap_s:
+            due.reap_s = now + REAP_EVERY_S
+            volume.reap()
+
+
+@dataclass(slots=True)
+class _Due:
+    """When a directory's background work is due, on the monotonic clock."""
+
+    scan_s: float = 0.0
+    wanted_scan_s: float = 0.0
+    reap_s: float = 0.0

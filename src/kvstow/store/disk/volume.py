@@ -1,0 +1,327 @@
+"""One data directory: reads, writes, eviction, and keeping count."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvstow.errors import StoreUnavailable
+from kvstow.runtime import Clock
+from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Outcome
+from kvstow.store.disk import files, names
+from kvstow.store.disk.index import Found, Index, Order
+from kvstow.store.disk.ledger import LedgerGone
+from kvstow.store.disk.mount import Mount, attach, faults, is_regular, reap
+from kvstow.store.disk.quarantine import quarantine, shrink
+from kvstow.store.disk.scan import Count, allocated_bytes, scan
+
+logger = logging.getLogger("kvstow")
+
+MAX_ROUNDS: Final = 64  # of evicting and trying again to reserve, while others reserve what was freed
+MAX_VICTIMS: Final = 4096  # looked at in one round; files that others removed already free nothing
+MAX_BAD: Final = 1024  # bad files remembered because they could not be moved aside
+
+Admit = Callable[[bytes], bool]
+Describe = Callable[[bytes], Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeLimits:
+    """``size_bytes``: the most that the directory holds, whoever writes to it. ``min_free_bytes``: what stays free
+    on its filesystem, whoever fills it."""
+
+    size_bytes: int
+    min_free_bytes: int = 0
+
+
+class Volume:
+    """Thread-safe. Its locks are held for no I/O but the ledger's."""
+
+    def __init__(
+        self,
+        path: str,
+        limits: VolumeLimits,
+        order: Order,
+        clock: Clock,
+        *,
+        describe: Describe,
+        admit: Admit,
+        direct: bool = True,
+    ) -> None:
+        self.path = path
+        self.limits = limits
+        self._clock = clock
+        self._describe = describe
+        self._admit = admit
+        self._direct = direct
+        self._index = Index(order)
+        self._bad: dict[bytes, None] = {}
+        self._mount: Mount | None = None
+        self._last: Mount | None = None
+        self._attaching = threading.Lock()
+        self.scan_wanted = True
+
+    # --- attached or not ------------------------------------------------------------------------------------------
+
+    def attach(self) -> Mount:
+        """The directory, opened now if it is not. Raises ``OSError`` or a ``KVStowError``."""
+        mount = self._mount
+        if mount is not None:
+            return mount
+        if not self._attaching.acquire(blocking=False):
+            raise StoreUnavailable(f"{self.path} is being attached")
+        try:
+            if self._mount is None:
+                self._mount = self._last = attach(self.path, direct=self._direct, again=self._last)
+            return self._mount
+        finally:
+            self._attaching.release()
+
+    def check_in_place(self) -> None:
+        """Detach from a directory that is no longer at its path: the next call attaches to what is there then."""
+        mount = self._mount
+        if mount is not None and not mount.in_place():
+            self._mount = None
+
+    def close(self) -> None:
+        mount, self._mount = self._mount, None
+        if mount is not None:
+            mount.detach()
+
+    @contextmanager
+    def _at(self, what: str) -> Iterator[Mount]:
+        """The directory for one operation, whose faults become ``StoreUnavailable``."""
+        try:
+            with faults(f"{what} in {self.path}"):
+                yield self.attach()
+        except LedgerGone:
+            self._mount = None
+            raise
+        except StoreUnavailable:
+            self.check_in_place()
+            raise
+
+    # --- the contract, for one key --------------------------------------------------------------------------------
+
+    def contains(self, namespace: bytes, digest: bytes) -> bool:
+        if self._index.has(digest):
+            return True
+        with self._at("looking") as mount:
+            return self._learn(mount, namespace, digest, mount.kind(names.chunk_path(namespace, digest)))
+
+    def _learn(self, mount: Mount, namespace: bytes, digest: bytes, result: os.stat_result | None) -> bool:
+        """What the filesystem says: other processes write too, and a scan takes its time."""
+        if result is None or not is_regular(result) or digest in self._bad:
+            self._index.drop(digest)
+            return False
+        self._index.add(namespace, [Found(digest, allocated_bytes(result, mount.ledger), result.st_mtime)])
+        return True
+
+    def read(self, namespace: bytes, digest: bytes, buffer: Buffer) -> Outcome:
+        path = names.chunk_path(namespace, digest)
+        with self._at("reading") as mount:
+            fd = None if digest in self._bad else self._open(mount, path)
+            if fd is None:
+                self._index.drop(digest)
+                if mount.kind(path) is not None:
+                    self.set_aside(namespace, digest, "kind")
+                return MISSING
+            length = os.fstat(fd.number).st_size
+            if length > len(buffer):
+                return REJECTED
+            got = self._transfer(mount, fd, [buffer[:length]], files.read_all)
+            now_s = self._clock.wall()
+            if self._index.touch(digest, now_s):
+                with suppress(OSError):  # recency is a help, not a duty
+                    os.utime(fd.number, (now_s, now_s))
+            return Done(got)
+
+    def _open(self, mount: Mount, path: str) -> files.Fd | None:
+        """The chunk's file; None: there is none, or it is not a regular file that we wrote."""
+        try:
+            fd = files.Fd(os.open(path, files.READ_FLAGS, dir_fd=mount.root.number))
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+                return None
+            raise
+        result = os.fstat(fd.number)
+        return fd if is_regular(result) and result.st_uid == mount.owner else None
+
+    def write(self, namespace: bytes, digest: bytes, parts: Sequence[Buffer]) -> Outcome:
+        size = sum(len(part) for part in parts)
+        with self._at("writing") as mount:
+            path = names.chunk_path(namespace, digest)
+            there = mount.kind(path)
+            if self._learn(mount, namespace, digest, there) or not self._admit(digest):
+                return REJECTED
+            if there is not None:
+                self.set_aside(namespace, digest, "kind")
+            if not self._make_room(mount, size):
+                return REJECTED
+            published = False
+            temporary = mount.temporary()
+            try:
+                fd = files.Fd(os.open(temporary, files.CREATE_FLAGS, names.FILE_MODE, dir_fd=mount.root.number))
+                self._transfer(mount, fd, parts, files.write_all)
+                published = self._publish(mount, temporary, path, namespace)
+            finally:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=mount.root.number)
+                (mount.ledger.publish if published else mount.ledger.release)(size)
+            if not published:
+                return REJECTED
+            self._index.add(namespace, [Found(digest, mount.ledger.rounded(size), self._clock.wall())])
+            return Done(size)
+
+    def delete(self, namespace: bytes, digest: bytes) -> None:
+        with self._at("deleting") as mount:
+            self._index.drop(digest)
+            self._bad.pop(digest, None)
+            mount.ledger.remove(self._remove(mount, namespace, digest))
+
+    def set_aside(self, namespace: bytes, digest: bytes, why: str) -> None:
+        """Quarantine a bad file. Where the filesystem is read-only it is remembered as bad instead."""
+        self._index.drop(digest)
+        with self._at("quarantining") as mount:
+            try:
+                quarantine(mount, names.chunk_path(namespace, digest), digest, why, self.limits.size_bytes)
+                self._bad.pop(digest, None)
+            except OSError as error:
+                if len(self._bad) < MAX_BAD:
+                    self._bad[digest] = None
+                logger.warning("A bad file could not be moved aside in %s: %s", self.path, error)
+
+    # --- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _transfer(
+        self, mount: Mount, fd: files.Fd, parts: Sequence[Buffer], move: Callable[[int, Sequence[Buffer]], int]
+    ) -> int:
+        """Direct where the parts are aligned. A filesystem that refuses direct I/O after all is not asked again."""
+        if not mount.direct or not files.aligned(parts):
+            return move(fd.number, parts)
+        try:
+            files.direct(fd.number)
+            return move(fd.number, parts)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            if mount.direct:
+                mount.direct = False
+                logger.warning("Direct I/O is refused in %s: buffered from here on", self.path)
+            files.buffered(fd.number)
+            return move(fd.number, parts)
+
+    def _publish(self, mount: Mount, temporary: str, path: str, namespace: bytes) -> bool:
+        """Give the file its name, unless something has it. False: something has."""
+        root = mount.root.number
+        for _ in range(2):
+            try:
+                os.link(temporary, path, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
+                return True
+            except FileExistsError:
+                return False
+            except FileNotFoundError:
+                mount.ledger.add(mount.ledger.rounded(1) * mount.make_directories(path))
+                self._introduce(mount, namespace)
+        raise FileNotFoundError(errno.ENOENT, "the temporary file or the directory is gone", path)
+
+    def _introduce(self, mount: Mount, namespace: bytes) -> None:
+        """Say what a namespace is, in a file that people read."""
+        path, temporary, root = f"{namespace.hex()}/{names.NAMESPACE_JSON}", mount.temporary(), mount.root.number
+        if mount.kind(path) is not None:
+            return
+        about = {"namespace": namespace.hex(), "created": self._clock.wall(), **self._describe(namespace)}
+        fd = files.Fd(os.open(temporary, files.CREATE_FLAGS, names.FILE_MODE, dir_fd=root))
+        try:
+            files.write_all(fd.number, [memoryview(msgspec.json.format(msgspec.json.encode(about), indent=2))])
+            with suppress(FileExistsError):
+                os.link(temporary, path, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
+                mount.ledger.add(mount.ledger.rounded(1))
+        finally:
+            os.unlink(temporary, dir_fd=root)
+
+    # --- room -----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, mount: Mount, size: int) -> bool:
+        """Reserve ``size`` bytes, evicting what it takes. False: there is no room."""
+        if mount.ledger.rounded(size) > self.limits.size_bytes:
+            return False
+        for _ in range(MAX_ROUNDS):
+            floor = self.limits.min_free_bytes
+            lacking = floor + size - mount.free_bytes() if floor else 0
+            if lacking <= 0:
+                over = mount.ledger.reserve(size, self.limits.size_bytes)
+                if over is None:
+                    break
+                if over == 0:
+                    return True
+                lacking = over
+            if not self._evict(mount, lacking):
+                break
+        self.scan_wanted = True  # what fills the directory is not known here
+        return False
+
+    def _evict(self, mount: Mount, wanted: int) -> int:
+        """Remove what the policy chooses, quarantined files when it has nothing more. Returns the bytes freed."""
+        freed = 0
+        for _ in range(MAX_VICTIMS):
+            victim = self._index.victim() if freed < wanted else None
+            if victim is None:
+                break
+            freed += self._remove(mount, *victim)
+        mount.ledger.remove(freed)
+        return freed or shrink(mount, 0, 0)
+
+    def _remove(self, mount: Mount, namespace: bytes, digest: bytes) -> int:
+        """Remove a chunk's file. Returns what that frees; 0 if another remover was faster: each file counts once."""
+        trash, root = mount.temporary(), mount.root.number
+        try:
+            os.rename(names.chunk_path(namespace, digest), trash, src_dir_fd=root, dst_dir_fd=root)
+        except FileNotFoundError:
+            return 0
+        result = os.stat(trash, dir_fd=root, follow_symlinks=False)
+        os.unlink(trash, dir_fd=root)
+        return allocated_bytes(result, mount.ledger)
+
+    # --- background -----------------------------------------------------------------------------------------------
+
+    def scan(self, stop: threading.Event, pause_s: float = 0.0) -> Count | None:
+        """Count and index everything, take over what the dead had reserved, and shrink to the limit. None: stopped."""
+        self.scan_wanted = False
+        count: Count | None = None
+        try:
+            with self._at("scanning") as mount:
+                count = self._scan(mount, stop, pause_s)
+        finally:
+            self.scan_wanted = self.scan_wanted or count is None
+        return count
+
+    def _scan(self, mount: Mount, stop: threading.Event, pause_s: float) -> Count | None:
+        reap(mount)
+        before = mount.ledger.look()
+        self._index.begin_scan()
+        count = scan(mount.root, mount.ledger, self._index.add, stop=stop, pause_s=pause_s)
+        if count is not None:
+            self._index.end_scan()
+            used = mount.ledger.reconcile(before, count.bytes).used_bytes or 0
+            if used > self.limits.size_bytes:
+                self._evict(mount, used - self.limits.size_bytes)
+        return count
+
+    def reap(self) -> None:
+        with self._at("clearing up") as mount:
+            reap(mount)
+
+    @property
+    def used_bytes(self) -> int | None:
+        with self._at("looking") as mount:
+            return mount.ledger.look().used_bytes
+
