@@ -1,5 +1,6 @@
 """Slots and leases: who may use which bytes, and when they are free again. How the memory is shared: test_hostmem."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -247,6 +248,26 @@ def test_m7_never_more_than_the_budget_and_all_of_it_but_a_part_of_a_slot(budget
 def test_o3_a_budget_below_one_chunk_is_refused_and_the_error_says_what_to_set() -> None:
     with pytest.raises(PoolError, match=r"memory\.size=16,383 bytes .* one chunk of 16,384 bytes .* set memory\.size"):
         HostPool.create(LAYOUT, SLOT - 1, name="test")
+
+
+def test_prefault_reserves_the_pool_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.pool.PIECE_BYTES", 3 * SLOT)
+    pool = HostPool.create(LAYOUT, 7 * SLOT, name="test")
+    reserved = []
+    assert pool.pieces == 3
+    for piece in range(pool.pieces):
+        pool.prefault(piece, lambda: 3 * SLOT)
+        reserved.append(os.stat(f"/proc/self/fd/{pool.ref.fd}").st_blocks * 512)
+    assert reserved == [3 * SLOT, 6 * SLOT, 7 * SLOT]
+    pool.close()
+
+
+def test_prefault_takes_nothing_where_memory_is_short_and_names_the_setting() -> None:
+    pool = HostPool.create(LAYOUT, 4 * SLOT, name="test")
+    with pytest.raises(PoolError, match=r"memory\.size: 65,535 bytes of memory are left .* 65,536"):
+        pool.prefault(0, lambda: 4 * SLOT - 1)
+    assert os.stat(f"/proc/self/fd/{pool.ref.fd}").st_blocks == 0
+    pool.close()
 
 
 def test_close_leaves_a_lease_its_bytes() -> None:
