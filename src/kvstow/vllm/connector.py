@@ -42,11 +42,11 @@ R = TypeVar("R")
 
 
 def _guarded(
-    otherwise: Callable[[], R],
+    otherwise: Callable[Concatenate[KVStowConnector, P], R],
 ) -> Callable[
     [Callable[Concatenate[KVStowConnector, P], R]], Callable[Concatenate[KVStowConnector, P], R]
 ]:
-    """Answer ``otherwise()`` and switch kvstow off when a scheduler hook raises."""
+    """When a scheduler hook raises: switch kvstow off, then answer ``otherwise`` of the same arguments."""
 
     def wrap(hook: Callable[Concatenate[KVStowConnector, P], R]) -> Callable[Concatenate[KVStowConnector, P], R]:
         @functools.wraps(hook)
@@ -57,11 +57,23 @@ def _guarded(
                 logger.exception("kvstow: %s failed", hook.__name__)
                 if self._scheduler is not None:
                     self._scheduler.disable(f"{hook.__name__}: {error!r}")
-                return otherwise()
+                return otherwise(self, *args, **kwargs)
 
         return guarded
 
     return wrap
+
+
+def _no_hit(_: KVStowConnector, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    return 0, False
+
+
+def _free_now(_: KVStowConnector, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    return False, None
+
+
+def _not_reset(_: KVStowConnector) -> bool | None:
+    return False
 
 
 class KVStowConnector(KVConnectorBase_V1):
@@ -145,7 +157,7 @@ class KVStowConnector(KVConnectorBase_V1):
         hellos = {rank: hello for rank, hello in metadata.items() if isinstance(hello, Hello)}
         self._scheduler = start.scheduler_side(self._vllm_config, self._kv_cache_config, hellos)
 
-    @_guarded(lambda: (0, False))
+    @_guarded(_no_hit)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
@@ -156,33 +168,41 @@ class KVStowConnector(KVConnectorBase_V1):
 
         return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
 
-    @_guarded(lambda: None)
+    def _lose_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """vLLM waits for a load that it was promised: have it reported as failed."""
+        if self._scheduler is not None and num_external_tokens:
+            self._scheduler.lose(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    @_guarded(_lose_load)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             block_ids = list(blocks.get_block_ids()[0]) if num_external_tokens else []
             self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 
-    @_guarded(StepMeta)
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def _build_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return StepMeta() if self._scheduler is None else self._scheduler.build_meta(scheduler_output)
 
-    @_guarded(lambda: None)
+    @_guarded(_build_meta)  # switched off, it passes on what was promised and what must be reported, nothing new
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._build_meta(scheduler_output)
+
+    @_guarded(lambda self, connector_output: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(meta, WorkerMeta):
             self._scheduler.update_from_workers(meta)
 
-    @_guarded(lambda: (False, None))
+    @_guarded(_free_now)
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is None:
             return False, None
         return self._scheduler.request_finished(request, block_ids), None
 
-    @_guarded(lambda: False)
+    @_guarded(lambda self: False)
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy()
 
-    @_guarded(lambda: False)
+    @_guarded(_not_reset)
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
             self._scheduler.reset()

@@ -138,7 +138,7 @@ class SchedulerSide:
             return
         self._count_lookup(tracked, external_tokens)
         if external_tokens == 0:
-            self._engine.forget(request.request_id)
+            self._forget(request.request_id)
             return
         start, end = tracked.local_tokens, tracked.local_tokens + external_tokens
         chunk, block = self._rules.chunk_tokens, self._rules.block_tokens
@@ -152,6 +152,21 @@ class SchedulerSide:
         job = self._new_job(tracked, copies, leases, load=True, required=external_tokens, moved=held_end - start)
         job.lost = block_ids[held_end // block : -(-end // block)]
         self._sent[job.job].lost = bool(job.lost)
+        tracked.loading = job.job
+        self._next_meta.loads.append(job)
+
+    def _forget(self, req_id: str) -> None:
+        if not self._broken:
+            self._engine.forget(req_id)
+
+    def lose(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+        """A load that was promised cannot be made: have the workers report its blocks."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.loading is not None:
+            return
+        job = self._new_job(tracked, [], [], load=True, required=external_tokens, moved=0)
+        end = -(-(tracked.local_tokens + external_tokens) // self._rules.block_tokens)
+        job.lost = block_ids[tracked.local_tokens // self._rules.block_tokens : end]
         tracked.loading = job.job
         self._next_meta.loads.append(job)
 
@@ -257,6 +272,8 @@ class SchedulerSide:
                 logger.info("Host pool mapped by %d of %d ranks", self._mounted, self._ranks)
         for error in meta.errors:
             logger.error("A worker reports: %s", error)
+        if meta.errors and self._mounted < self._ranks:
+            self.disable(meta.errors[0])  # before that nothing but the mapping can fail, and it is not tried again
         for number, report in meta.jobs.items():
             sent = self._sent.get(number)
             if sent is None:
@@ -314,7 +331,7 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False
-        self._engine.forget(request.request_id)
+        self._forget(request.request_id)
         if tracked.loading is not None:
             return False  # vLLM keeps the blocks itself until the workers report the load's end
         if self._rules.save_decode and tracked.store and tracked.blocks and not _aborted(request):
@@ -330,7 +347,7 @@ class SchedulerSide:
         """Whether an idle vLLM must keep stepping: something is on its way and not past its deadline."""
         if self._mounted < self._ranks:
             return self._starting()
-        if self._engine.busy():
+        if not self._broken and self._engine.busy():
             return True
         now = self._clock.monotonic()
         return any(now - sent.since_s < JOB_DEADLINE_S for sent in self._sent.values())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvstow.device.base import Device, Finished, KVSpec, Transfer
-from kvstow.errors import KVStowError
+from kvstow.errors import CopyError, KVStowError
 from kvstow.layout import GroupPages
 from kvstow.pool import map_pool
 from kvstow.vllm.metadata import Hello, Job, JobReport, Mount, StepMeta, WorkerMeta
@@ -82,12 +82,17 @@ class WorkerSide:
         """Before the forward: blocks of preempted requests may be overwritten by it, so their copies must be out."""
         fenced = [job for req_id in meta.preempted for job in self._storing.get(req_id, ())]
         if fenced and self._device is not None:
-            self._device.fence(fenced)
+            try:
+                self._device.fence(fenced)
+            except CopyError as error:  # what they copy is given up, and reported as failed when they end
+                self._say(f"stores of preempted requests: {error}")
 
     def bind(self, meta: StepMeta) -> None:
         """A new step's metadata."""
         self._stores_submitted = False
         self._finishing.update(meta.finishing)
+        for job in meta.stores:  # from now on: with speculative decoding vLLM takes the step's ends before it saves
+            self._storing.setdefault(job.req_id, set()).add(job.job)
         if meta.mount is not None and not self._mounted and not self._mount_failed:
             self._mount(meta.mount)
 
@@ -114,7 +119,6 @@ class WorkerSide:
             return
         self._stores_submitted = True
         for job in meta.stores:
-            self._storing.setdefault(job.req_id, set()).add(job.job)
             self._start(job, load=False)
 
     def _start(self, job: Job, *, load: bool) -> None:
