@@ -141,7 +141,8 @@ def test_a9_a_slot_that_was_rewritten_during_a_read_is_a_miss() -> None:
         (184, b"\x00\x00\x00\x00"),  # no tokens
         (188, b"\x01\x00"),  # coded
         (190, b"\x01\x01"),  # codec parameters of 257 bytes
-        (448, b"\xff" * 8),  # raw length
+        (448, b"\xff" * 8),  # raw length out of bounds, or not the payload's
+        (448, b"\x01"),
         (456, b"\xff" * 8),  # payload length
         (472, b"\x00\x00\x00\x00"),  # no spans, too many, fewer than there are
         (472, b"\x41\x00\x00\x00"),
@@ -161,6 +162,14 @@ def test_a_header_with_any_field_out_of_bounds_is_refused(offset: int, value: by
     forge(frame, offset, value)
     with pytest.raises(FrameError):
         check(frame, len(frame), KEY, GROUP)
+
+
+@pytest.mark.parametrize(("offset", "span"), [(480, 0), (504, 0), (504, 4096), (504, 8192), (504, 12289)])
+def test_spans_that_overlap_or_are_not_aligned_are_refused_without_a_layout(offset: int, span: int) -> None:
+    frame = sealed()
+    forge(frame, offset, span.to_bytes(8, "little"))
+    with pytest.raises(FrameError, match="span at"):
+        parse_header(frame[:HEADER_BYTES])
 
 
 def test_a_header_page_of_another_length_is_refused() -> None:
@@ -198,6 +207,24 @@ def test_l5_a_keyed_frame_can_be_neither_forged_nor_swapped() -> None:
     for frame in (payload, header, swapped, unkeyed):
         with pytest.raises(FrameError):
             check(frame, len(frame), KEY, GROUP, integrity_key=SECRET)
+
+
+def test_l5_a_keyed_frame_does_not_rest_on_a_checksum_that_can_be_collided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XXH3 is no cryptographic hash: two payloads with one checksum are easily made. Here all have the same."""
+
+    class Same:
+        def update(self, piece: object) -> None:
+            pass
+
+        def digest(self) -> bytes:
+            return bytes(16)
+
+    monkeypatch.setattr(f, "xxh3_128", Same)
+    frame = sealed(SECRET)
+    check(frame, len(frame), KEY, GROUP, integrity_key=SECRET)
+    frame[5000] ^= 1
+    with pytest.raises(FrameError, match="MAC"):
+        check(frame, len(frame), KEY, GROUP, integrity_key=SECRET)
 
 
 @pytest.mark.parametrize("integrity_key", [None, SECRET])
