@@ -1,0 +1,541 @@
+"""The namespace: every field that changes KV bytes makes a new one, nothing else does. Digests of files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvstow.errors import UnsupportedError
+from kvstow.layout import GroupPages, LayerPages
+from kvstow.settings import sources as settings_sources
+from kvstow.vllm import fingerprint
+from kvstow.vllm.fingerprint import SAMPLE_BYTES, lora_digest, weights_digest
+from kvstow.vllm.identity import (
+    Identity,
+    attention_backends,
+    model_identity,
+    model_namespace,
+    require_fixed_root,
+    root_hash_is_random,
+)
+
+
+class HFConfig:
+    """As much of a Hugging Face configuration as identity looks at."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self.__dict__)
+
+
+def engine(folder: Path) -> SimpleNamespace:
+    hf = HFConfig(
+        _name_or_path=str(folder), transformers_version="5.16.1", num_hidden_layers=2, num_key_value_heads=2,
+        head_dim=32, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        text_config={"_name_or_path": "x", "width": 8},
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=str(folder), model_weights="", hf_config=hf, hf_text_config=hf, dtype="torch.bfloat16", seed=0,
+            quantization=None, quantization_config=None, revision=None, max_model_len=4096, model_impl="auto",
+            disable_sliding_window=False, served_model_name="m", multimodal_config=None,
+        ),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo="sha256", kv_cache_dtype_skip_layers=[],
+            gpu_memory_utilization=0.9, enable_prefix_caching=True,
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1, data_parallel_size=1,
+            prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1, master_port=29500,
+        ),
+        attention_config=SimpleNamespace(backend=None),
+        device_config=SimpleNamespace(device_type="cuda"),
+        speculative_config=None,
+        use_v2_model_runner=False,
+        log_level="INFO",
+    )
+
+
+def pages(name: str = "model.layers.0", page_bytes: int = 4096, layout: str = "packed_heads.hnc") -> LayerPages:
+    return LayerPages(name, page_bytes, layout)
+
+
+TENSORS = {"a": b"a" * 50_000, "b": b"b" * 100, "c": b"c" * 9_000}
+SHARDS = [(GroupPages(16, (pages(), pages("model.layers.1"))),)]
+
+
+def safetensors(path: Path, tensors: dict[str, bytes], metadata: dict[str, str] | None = None) -> None:
+    """Write the format by hand: length, JSON header, data."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensors.values()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(settings_sources.os, "environ", {})
+    monkeypatch.setattr(fingerprint, "_remembered", {})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    safetensors(folder / "model.safetensors", TENSORS)
+    return folder
+
+
+def identity(config: Any, shards: Any = SHARDS, chunk: int = 128, backends: str = "FLASH_ATTN") -> Identity:
+    return model_identity(config, shards, chunk, backends)
+
+
+def set_path(config: Any, path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for parent in parents:
+        config = config[parent] if isinstance(config, dict) else getattr(config, parent)
+    if isinstance(config, dict):
+        config[last] = value
+    else:
+        setattr(config, last, value)
+
+
+HF = "model_config.hf_config."
+
+#: One field each that changes what the KV's bytes are or mean (B6, B7, B8, C3).
+CHANGES: list[tuple[str, Any]] = [
+    (HF + "num_hidden_layers", 3),
+    (HF + "num_key_value_heads", 1),
+    (HF + "head_dim", 64),
+    (HF + "sliding_window", 128),
+    (HF + "rope_parameters.rope_theta", 10001.0),
+    (HF + "rope_parameters.rope_type", "yarn"),
+    (HF + "rope_parameters.factor", 2.0),
+    (HF + "text_config.width", 9),
+    (HF + "quantization_config", {"kv_cache_scheme": {"type": "float"}}),
+    ("model_config.dtype", "torch.float16"),
+    ("model_config.quantization", "fp8"),
+    ("model_config.quantization_config", {"x": 1}),
+    ("model_config.model_impl", "transformers"),
+    ("model_config.disable_sliding_window", True),
+    ("model_config.multimodal_config", SimpleNamespace(mm_processor_kwargs={"num_crops": 4})),
+    ("load_config.load_format", "bitsandbytes"),
+    ("cache_config.cache_dtype", "fp8"),
+    ("cache_config.kv_cache_dtype_skip_layers", ["0"]),
+    ("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+    ("cache_config.prefix_caching_hash_algo", "xxhash"),
+    ("parallel_config.tensor_parallel_size", 2),
+    ("parallel_config.pipeline_parallel_size", 2),
+    ("parallel_config.decode_context_parallel_size", 2),
+    ("parallel_config.prefill_context_parallel_size", 2),
+    ("parallel_config.cp_kv_cache_interleave_size", 16),
+    ("device_config.device_type", "xpu"),
+    ("use_v2_model_runner", True),
+]
+
+IRRELEVANT: list[tuple[str, Any]] = [
+    ("parallel_config.master_port", 1234),
+    ("parallel_config.data_parallel_size", 8),
+    ("log_level", "DEBUG"),
+    ("model_config.served_model_name", "other"),
+    ("model_config.seed", 7),
+    ("model_config.max_model_len", 8192),
+    ("cache_config.gpu_memory_utilization", 0.5),
+    ("cache_config.enable_prefix_caching", False),
+    ("load_config.load_format", "safetensors"),
+    (HF + "_name_or_path", "elsewhere"),
+    (HF + "transformers_version", "6.0"),
+    (HF + "text_config._name_or_path", "y"),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), CHANGES)
+def test_b7_b8_c3_every_field_that_matters_is_a_new_namespace(path: str, value: Any, folder: Path) -> None:
+    before, config = identity(engine(folder)), engine(folder)
+    set_path(config, path, value)
+    after = identity(config)
+    assert after.namespace != before.namespace
+    assert before.fields != after.fields
+    assert identity(engine(folder)).namespace == before.namespace
+
+
+@pytest.mark.parametrize(("path", "value"), IRRELEVANT)
+def test_b7_what_does_not_matter_is_the_same_namespace(path: str, value: Any, folder: Path) -> None:
+    config = engine(folder)
+    set_path(config, path, value)
+    assert identity(config).namespace == identity(engine(folder)).namespace
+
+
+def test_no_two_changes_share_a_namespace(folder: Path) -> None:
+    seen = {identity(engine(folder)).namespace}
+    for path, value in CHANGES:
+        config = engine(folder)
+        set_path(config, path, value)
+        seen.add(identity(config).namespace)
+    assert len(seen) == len(CHANGES) + 1
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        [(GroupPages(32, SHARDS[0][0].layers),)],
+        [(GroupPages(16, (pages(layout="kv_first.knhc"), pages("model.layers.1"))),)],
+        [(GroupPages(16, (pages(page_bytes=8192), pages("model.layers.1"))),)],
+        [(GroupPages(16, (pages("model.layers.1"), pages())),)],
+        [(GroupPages(16, (pages(),)),)],
+        [SHARDS[0], SHARDS[0]],
+        [(GroupPages(16, (pages(),)), GroupPages(16, (pages("model.layers.1"),)))],
+        [(GroupPages(16, (pages(),)),), (GroupPages(16, (pages("model.layers.1"),)),)],
+        [],
+    ],
+)
+def test_b8_pages_as_recognised_are_part_of_it(shards: Any, folder: Path) -> None:
+    assert identity(engine(folder), shards).namespace != identity(engine(folder)).namespace
+
+
+def test_b8_chunk_and_backend_are_part_of_it(folder: Path) -> None:
+    base = identity(engine(folder)).namespace
+    assert identity(engine(folder), chunk=256).namespace != base
+    assert identity(engine(folder), backends="FLASHINFER").namespace != base
+    assert model_namespace(engine(folder), SHARDS, 128, "FLASH_ATTN") == base
+
+
+def test_b8_cpu_pages_depend_on_the_instruction_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    config = engine(folder)
+    config.device_config.device_type = "cpu"
+    found = set()
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda s=supported: s)
+        found.add(identity(config).namespace)
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("rope", "outer", "lengths", "namespaces"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 4096}, None, [2048, 4096], 1),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 4096}, None, [4096, 4097], 2),
+        ({"rope_type": "longrope"}, 4096, [4096, 4097], 2),
+        ({"rope_type": "yarn"}, None, [4096, 131072], 1),
+    ],
+)
+def test_b7_max_model_len_matters_where_it_selects_the_rope_mode(
+    rope: dict[str, Any], outer: int | None, lengths: list[int], namespaces: int, folder: Path
+) -> None:
+    found = set()
+    for length in lengths:
+        config = engine(folder)
+        config.model_config.hf_config.rope_parameters = rope
+        if outer:
+            config.model_config.hf_config.original_max_position_embeddings = outer
+        config.model_config.max_model_len = length
+        found.add(identity(config).namespace)
+    assert len(found) == namespaces
+
+
+# --- weights (B6) ----------------------------------------------------------------------------------------------------
+
+
+def test_b6_changed_weights_are_a_new_namespace_and_the_old_returns(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    original, before = file.read_bytes(), identity(engine(folder)).namespace
+    changed = bytearray(original)
+    changed[-9_000 - 100 - 25_000] ^= 1  # the middle of the first tensor
+    file.write_bytes(changed)
+    os.utime(file, ns=(1, 1))
+    assert identity(engine(folder)).namespace != before
+    file.write_bytes(original)
+    os.utime(file, ns=(2, 2))
+    assert identity(engine(folder)).namespace == before
+
+
+def test_b6_the_same_weights_elsewhere_are_the_same_namespace(folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    before = identity(engine(folder)).namespace
+    folder.rename(moved)
+    assert identity(engine(moved)).namespace == before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_tensor_is_sampled_in_its_middle(seed: int, tmp_path: Path) -> None:
+    random_ = random.Random(seed)
+    sizes = [random_.choice([1, 100, SAMPLE_BYTES, SAMPLE_BYTES + 1, 60_000]) for _ in range(random_.randint(1, 12))]
+    tensors = {f"t{i}": random_.randbytes(size) for i, size in enumerate(sizes)}
+    file = tmp_path / "a.safetensors"
+    safetensors(file, tensors)
+    before = weights_digest(str(file))
+    name = random_.choice(list(tensors))
+    data = bytearray(tensors[name])
+    data[len(data) // 2] ^= 0xFF
+    safetensors(file, {**tensors, name: bytes(data)})
+    os.utime(file, ns=(seed, seed))
+    assert weights_digest(str(file)) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda f: safetensors(f / "model.safetensors", {"x" if name == "a" else name: d for name, d in TENSORS.items()}),
+        lambda f: safetensors(f / "model.safetensors", {**TENSORS, "c": b"c" * 9_001}),
+        lambda f: safetensors(f / "model.safetensors", TENSORS, {"k": "v"}),
+        lambda f: safetensors(f / "more.safetensors", {"d": b"d"}),
+        lambda f: (f / "model.safetensors").rename(f / "renamed.safetensors"),
+    ],
+)
+def test_b6_names_shapes_and_files_are_part_of_it(change: Callable[[Path], Any], folder: Path) -> None:
+    before = weights_digest(str(folder))
+    change(folder)
+    os.utime(folder / os.listdir(folder)[0], ns=(5, 5))
+    assert weights_digest(str(folder)) != before
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.gguf", "odd.safetensors"])
+@pytest.mark.parametrize("at", [0, 700_000, 2_999_999])
+def test_other_formats_are_sampled_at_both_ends_and_between(name: str, at: int, tmp_path: Path) -> None:
+    data = bytearray(random.Random(1).randbytes(3_000_000))
+    (tmp_path / name).write_bytes(data)
+    before = weights_digest(str(tmp_path))
+    assert before is not None
+    data[at] ^= 1
+    (tmp_path / name).write_bytes(data)
+    os.utime(tmp_path / name, ns=(1, 1))
+    assert weights_digest(str(tmp_path)) != before
+
+
+def test_the_files_that_vllm_loads_are_the_ones_that_count(folder: Path) -> None:
+    before = weights_digest(str(folder))
+    assert before is not None
+    assert before.files == 1
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "readme.md"):
+        (folder / name).write_bytes(b"x")
+    assert weights_digest(str(folder)) == before
+    assert weights_digest(str(folder), "npcache") != before
+    assert weights_digest(str(folder / "empty")) is None
+    (folder / "model.safetensors").unlink()
+    assert weights_digest(str(folder)) != before
+
+
+def test_asking_again_reads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = weights_digest(str(folder))
+    monkeypatch.setattr(os, "pread", lambda *_: pytest.fail("read again"))
+    assert weights_digest(str(folder)) == before
+
+
+@pytest.mark.parametrize("header", [b"{not json", b'{"a": {"x": 1}}', b"{}", b'{"a": 5}'])
+def test_a_damaged_header_is_no_identity_or_a_digest_never_a_crash(header: bytes, folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"data")
+    found = identity(engine(folder))
+    assert found.not_persistent is not None or header == b"{}"
+
+
+# --- what may outlive the process ------------------------------------------------------------------------------------
+
+
+def test_local_files_are_an_identity_that_lasts(folder: Path) -> None:
+    found = identity(engine(folder))
+    assert found.not_persistent is None
+    assert "1 files" in found.fields["weights"]
+
+
+def test_without_files_the_immutable_revision_counts() -> None:
+    config = engine(Path("no/such"))
+    assert "neither local weight files nor an immutable revision" in str(identity(config).not_persistent)
+    config.model_config.revision = "main"
+    assert identity(config).not_persistent is not None
+    config.model_config.revision = "a" * 40
+    pinned = identity(config)
+    assert pinned.not_persistent is None
+    config.model_config.revision = "main"
+    config.model_config.hf_config._commit_hash = "b" * 40
+    committed = identity(config)
+    assert committed.not_persistent is None
+    assert committed.namespace != pinned.namespace
+
+
+def test_unreadable_weights_do_not_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr("kvstow.vllm.identity.weights_digest", refuse)
+    config = engine(folder)
+    config.model_config.revision = "a" * 40
+    assert "cannot be read" in str(identity(config).not_persistent)
+
+
+def test_random_weights_and_run_time_scales_do_not_last(folder: Path) -> None:
+    config = engine(folder)
+    config.load_config.load_format = "dummy"
+    assert "random weights" in str(identity(config).not_persistent)
+    config = engine(folder)
+    config.cache_config.calculate_kv_scales = True
+    assert "scales" in str(identity(config).not_persistent)
+
+
+def test_a_draft_model_of_its_own_is_part_of_it(folder: Path, tmp_path: Path) -> None:
+    base = identity(engine(folder)).namespace
+    same = engine(folder)
+    same.speculative_config = SimpleNamespace(draft_model_config=engine(folder).model_config)  # n-gram: no other model
+    assert identity(same).namespace == base
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    safetensors(draft / "model.safetensors", {"a": b"1"})
+    found = []
+    for content in (b"1", b"2"):
+        safetensors(draft / "model.safetensors", {"a": content})
+        os.utime(draft / "model.safetensors", ns=(1, content[0]))
+        config = engine(folder)
+        config.speculative_config = SimpleNamespace(draft_model_config=engine(draft).model_config)
+        found.append(identity(config).namespace)
+    assert len({base, *found}) == 3
+
+
+def test_fields_are_the_same_text_in_every_process(folder: Path) -> None:
+    class Odd:
+        pass
+
+    config = engine(folder)
+    found = set()
+    for _ in range(2):
+        config.model_config.quantization_config = {"odd": Odd(), "set": {"b", "a"}, "path": Path("x")}
+        fields = identity(config).fields
+        assert all("0x" not in value for value in fields.values())
+        found.add(identity(config).namespace)
+    assert len(found) == 1
+
+
+def test_describe_says_what_the_namespace_stands_for(folder: Path) -> None:
+    described = identity(engine(folder)).describe()
+    assert described["namespace"] == identity(engine(folder)).namespace.hex()
+    assert described["chunk tokens"] == "128"
+    assert json.loads(described["pages 0/0"])["layers"][0] == ["model.layers.0", 4096, "packed_heads.hnc"]
+    assert all(isinstance(value, str) for value in described.values())
+
+
+def test_attention_backends_are_named_once() -> None:
+    layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+    other = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "CUTLASS_MLA"))
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"a": layer, "b": layer, "c": other, "d": object()})
+    )
+    assert attention_backends(config, ["a", "b", "c", "d", "missing"]) == "CUTLASS_MLA+FLASH_ATTN"
+
+
+# --- root hash -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "random_root"),
+    [
+        ("sha256", None, False),
+        ("sha256_cbor", None, False),
+        ("sha256", "0", False),
+        ("xxhash", None, True),
+        ("xxhash_cbor", None, True),
+        ("xxhash", "0", False),
+        ("xxhash", "random", False),
+        ("xxhash", "", False),
+        ("new_in_a_later_release", None, True),
+    ],
+)
+def test_c1_the_root_is_random_exactly_where_vllm_draws_it(
+    algorithm: str, seed: str | None, random_root: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert root_hash_is_random(algorithm, seed) is random_root
+    if random_root:
+        with pytest.raises(RuntimeError, match=r"disk.*PYTHONHASHSEED=0 in the environment of every instance"):
+            require_fixed_root(algorithm, seed, "disk")
+        with pytest.raises(UnsupportedError):
+            require_fixed_root(algorithm, seed, "disk")
+    else:
+        require_fixed_root(algorithm, seed, "disk")
+    if algorithm.startswith("new"):
+        return
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    if seed is None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    function = get_hash_fn_by_name(algorithm)
+    assert (resolve_none_hash_seed(function) != resolve_none_hash_seed(function)) is random_root
+
+
+def test_c1_the_seed_is_part_of_the_namespace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for env in ({}, {"PYTHONHASHSEED": "0"}, {"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": ""}):
+        monkeypatch.setattr(settings_sources.os, "environ", env)
+        found.add(identity(engine(folder)).namespace)
+    assert len(found) == 4
+
+
+def test_hashes_over_pickles_name_the_protocol(folder: Path) -> None:
+    config = engine(folder)
+    assert identity(config).fields["block hash pickle protocol"] == "5"
+    config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+    assert "block hash pickle protocol" not in identity(config).fields
+
+
+# --- adapters (B4) ---------------------------------------------------------------------------------------------------
+
+
+def adapter(folder: Path, content: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+def test_b4_adapters_are_told_apart_by_content(tmp_path: Path) -> None:
+    one = lora_digest(str(adapter(tmp_path / "one", b"1" * 3_000_000)))
+    two = lora_digest(str(adapter(tmp_path / "two", b"1" * 2_999_999 + b"2")))
+    assert one is not None
+    assert two is not None
+    assert one != two
+    assert lora_digest(str(adapter(tmp_path / "same", b"1" * 3_000_000))) == one
+
+
+def test_b4_an_adapter_reloaded_with_changed_files_is_another(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "x", b"1" * 100)
+    before = lora_digest(str(folder))
+    assert lora_digest(str(folder)) == before
+    (folder / "adapter_model.safetensors").write_bytes(b"2" * 100)
+    os.utime(folder / "adapter_model.safetensors", ns=(7, 7))
+    assert lora_digest(str(folder)) != before
+    config = lora_digest(str(folder))
+    (folder / "adapter_config.json").write_text('{"r": 9}')
+    os.utime(folder / "adapter_config.json", ns=(7, 7))
+    assert lora_digest(str(folder)) != config
+
+
+def test_an_adapter_without_readable_files_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lora_digest(str(tmp_path / "none")) is None
+    assert lora_digest("org/name-of-a-repo") is None
+    (tmp_path / "no_config").mkdir()
+    (tmp_path / "no_config" / "adapter_model.safetensors").write_bytes(b"1")
+    assert lora_digest(str(tmp_path / "no_config")) is None
+    folder = adapter(tmp_path / "big", b"1" * 100)
+    monkeypatch.setattr(fingerprint, "MAX_ADAPTER_BYTES", 99)
+    assert lora_digest(str(folder)) is None
+
+
+def test_digests_remembered_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_remembered", {})
+    monkeypatch.setattr(fingerprint, "MAX_REMEMBERED", 4)
+    for i in range(20):
+        assert lora_digest(str(adapter(tmp_path / f"a{i}", bytes([i])))) is not None
+        assert len(fingerprint._remembered) <= 4
