@@ -1,0 +1,133 @@
+"""What a device with streams needs of its accelerator, and that on CUDA. Not run on hardware yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeAlias
+
+import torch
+
+from kvstow.device.segments import Arena, Segments
+
+Stream: TypeAlias = Any
+Event: TypeAlias = Any
+
+BatchCopy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
+"""``(source addresses, target addresses, sizes, source is never written meanwhile)``: the first three int64 tensors on
+the CPU; enqueues all copies on the current stream and returns. vLLM's ``_custom_ops.swap_blocks_batch`` is one.
+"""
+
+HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
+
+
+class Accelerator(Protocol):
+    """Streams, events and copies. A method raises ``RuntimeError`` when the accelerator fails."""
+
+    device_type: str
+
+    def use(self, device: torch.device) -> None:
+        """All streams and events from now on are this device's."""
+        ...
+
+    def compute_stream(self) -> Stream:
+        """The caller's current stream, on which the engine's kernels run."""
+        ...
+
+    def side_stream(self) -> Stream:
+        """A new stream."""
+        ...
+
+    def record(self, stream: Stream) -> Event:
+        """An event that is complete once everything queued on ``stream`` so far is."""
+        ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is queued on ``stream`` from now on starts after ``event``. Does not block the caller."""
+        ...
+
+    def done(self, event: Event) -> bool:
+        """Whether ``event`` is complete. Does not block."""
+        ...
+
+    def copy(self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool) -> None:
+        """Queue the copies on ``stream``; the pool's ranges are pinned. ``segments`` stay alive until they end."""
+        ...
+
+    def copy_blocking(
+        self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
+    ) -> None:
+        """The same for memory that need not be pinned; returns when it is done. Called on the executor's thread."""
+        ...
+
+    def pin(self, address: int, length: int) -> None:
+        """Pin host memory. Called on the executor's thread."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Undo ``pin(address, ...)``."""
+        ...
+
+
+class CudaAccelerator:
+    """``Accelerator`` by way of torch."""
+
+    device_type = "cuda"
+
+    def __init__(self, batch_copy: BatchCopy | None = None) -> None:
+        self._batch_copy = batch_copy
+        self._device = torch.device("cuda")
+
+    def use(self, device: torch.device) -> None:
+        self._device = device
+
+    def compute_stream(self) -> Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def side_stream(self) -> Stream:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def record(self, stream: Stream) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def done(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def copy(self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool) -> None:
+        with torch.cuda.stream(stream):
+            if self._batch_copy is None:
+                copy_ranges(segments, pool, arena, load=load, non_blocking=True)
+                return
+            host = segments.host + pool.data_ptr()
+            source, target = (host, segments.device) if load else (segments.device, host)
+            # A slot that is loaded from is not written until its lease ends; pages are written by the next step.
+            self._batch_copy(source, target, segments.sizes, load)
+
+    def copy_blocking(
+        self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
+    ) -> None:
+        with torch.cuda.stream(stream):
+            copy_ranges(segments, pool, arena, load=load, non_blocking=False)
+            stream.synchronize()
+
+    def pin(self, address: int, length: int) -> None:
+        with torch.cuda.device(self._device):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostRegister(address, length, HOST_REGISTER_PORTABLE))
+
+    def unpin(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostUnregister(address))
+
+
+def copy_ranges(segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool, non_blocking: bool) -> None:
+    """One ``copy_`` a range, on the current stream."""
+    for device, host, size in zip(*(column.tolist() for column in segments), strict=True):
+        pages, place = arena.at(device, size), pool[host : host + size]
+        target, source = (pages, place) if load else (place, pages)
+        target.copy_(source, non_blocking=non_blocking)
