@@ -25,7 +25,7 @@ from typing import Final
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.layout import align_up
 from kvstow.store.disk.files import Fd
-from kvstow.store.disk.names import TOKEN_BYTES
+from kvstow.store.disk.names import FILE_MODE, LEDGER, TOKEN_BYTES
 
 MAGIC: Final = b"KVSTOWL1"
 PAGE_BYTES: Final = 4096
@@ -88,10 +88,14 @@ class LedgerGone(StoreUnavailable):
 
 
 class Ledger:
-    """This process's share in the page. Thread-safe; each call holds the lock for two small system calls."""
+    """This process's share in the page. Thread-safe; each call holds the lock for two small system calls.
 
-    def __init__(self, fd: Fd, token: bytes, unit_bytes: int) -> None:
-        self._fd = fd
+    The file is opened anew each time: an open file that is written to would keep an operator from making the
+    filesystem read-only, and one that was removed meanwhile would count for nobody.
+    """
+
+    def __init__(self, root: Fd, token: bytes, unit_bytes: int) -> None:
+        self._root = root
         self._token = token
         self._unit = unit_bytes
         self._threads = threading.Lock()
@@ -110,32 +114,32 @@ class Ledger:
         if not self._threads.acquire(timeout=LOCK_TRIES * LOCK_WAIT_S):
             raise StoreUnavailable("the ledger's lock was not to be had")
         try:
-            self._lock()
-            try:
-                page = os.pread(self._fd.number, PAGE_BYTES, 0)
-                book = Book.unpack(page) or (fresh() if fresh else None)
-                if book is None:
-                    raise LedgerGone("the ledger is not whole")
-                yield book
-                changed = book.pack()
-                if changed != page and os.pwrite(self._fd.number, changed, 0) != PAGE_BYTES:
-                    raise StoreUnavailable("the ledger was not written whole")
-            finally:
-                fcntl.flock(self._fd.number, fcntl.LOCK_UN)
+            file = self._locked(os.O_CREAT if fresh else 0)  # closing it unlocks
+            page = os.pread(file.number, PAGE_BYTES, 0)
+            book = Book.unpack(page) or (fresh() if fresh else None)
+            if book is None:
+                raise LedgerGone("the ledger is not whole")
+            yield book
+            changed = book.pack()
+            if changed != page and os.pwrite(file.number, changed, 0) != PAGE_BYTES:
+                raise StoreUnavailable("the ledger was not written whole")
+            del file
         finally:
             self._threads.release()
 
-    def _lock(self) -> None:
+    def _locked(self, flags: int) -> Fd:
+        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            file = Fd(os.open(LEDGER, flags, FILE_MODE, dir_fd=self._root.number))
+        except FileNotFoundError as error:
+            raise LedgerGone("the ledger was removed") from error
         for _ in range(LOCK_TRIES):
             try:
-                fcntl.flock(self._fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._pause.wait(LOCK_WAIT_S)
-                continue
-            if os.fstat(self._fd.number).st_nlink == 0:
-                fcntl.flock(self._fd.number, fcntl.LOCK_UN)
-                raise LedgerGone("the ledger was removed")
-            return
+            else:
+                return file
         raise StoreUnavailable("another process holds the ledger's lock")
 
     def join(self, fresh: Callable[[], Book]) -> Book:

@@ -25,7 +25,8 @@ from kvstow.store.disk.files import CREATE_FLAGS, Fd, direct_works
 from kvstow.store.disk.ledger import Book, Ledger
 
 MAX_UNIT_BYTES: Final = 1 << 20  # filesystems that report more as their block size still allocate less
-MAX_ATTEMPTS: Final = 20  # to open the ledger while others replace it
+MAX_ATTEMPTS: Final = 20  # to make a lock file while others take it for a dead process's
+_NO_LOCKS: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -139,28 +140,43 @@ def _take_lock(root: Fd, token: str) -> Fd:
     """Locked under another name first: what is called ``<token>.lock`` is locked as long as its process lives."""
     hidden = f"{names.TMP}/{token}-0"
     for _ in range(MAX_ATTEMPTS):
-        lock = Fd(os.open(hidden, CREATE_FLAGS, names.FILE_MODE, dir_fd=root.number))
         try:
-            fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = try_lock(root, hidden, os.O_CREAT | os.O_EXCL)
         except OSError as error:
             _unlink(root, hidden)
-            raise UnsupportedError(f"the filesystem has no file locks, which the size limit needs: {error}") from error
+            if error.errno in _NO_LOCKS:
+                raise UnsupportedError(f"the filesystem has no file locks, which the size needs: {error}") from error
+            raise
         with suppress(FileNotFoundError):  # reaped by another process, to which it belonged to nobody yet
             os.rename(hidden, names.lock_path(token), src_dir_fd=root.number, dst_dir_fd=root.number)
-            return lock
+            if lock is not None:
+                return lock
     raise StoreUnavailable("the lock file is removed again and again")
 
 
 def _alive(root: Fd, token: str) -> bool:
     try:
-        lock = Fd(os.open(names.lock_path(token), os.O_RDWR | os.O_CLOEXEC, dir_fd=root.number))
+        return try_lock(root, names.lock_path(token)) is None
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
+
+
+def try_lock(root: Fd, path: str, flags: int = 0) -> Fd | None:
+    """Open and lock a file; None: another process has it locked. Read-only, so that the filesystem may become so;
+    network filesystems lock only what is open for writing."""
+    for access in (os.O_RDONLY, os.O_RDWR):
+        fd = Fd(os.open(path, access | flags | os.O_NOFOLLOW | os.O_CLOEXEC, names.FILE_MODE, dir_fd=root.number))
+        try:
+            fcntl.flock(fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EBADF or access == os.O_RDWR:
+                raise
+            flags &= ~os.O_EXCL
+        else:
+            return fd
+    return None
 
 
 def _join(root: Fd, token: bytes) -> tuple[Ledger, Book]:
@@ -168,19 +184,12 @@ def _join(root: Fd, token: bytes) -> tuple[Ledger, Book]:
     unit = unit // ALIGN * ALIGN
 
     def fresh() -> Book:
-        """Of a directory without chunks it is known what is there: nothing."""
+        """Of a directory without chunks it is known what is there."""
         empty = not any(names.is_namespace(name) for name in _list(root, ".")) and not _list(root, names.QUARANTINE)
-        return Book(secrets.token_bytes(16), 0 if empty else None)
+        return Book(secrets.token_bytes(16), unit * len(names.OWN) if empty else None)
 
-    for _ in range(MAX_ATTEMPTS):
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = Fd(os.open(names.LEDGER, flags, names.FILE_MODE, dir_fd=root.number))
-        ledger = Ledger(fd, token, unit)
-        with suppress(FileNotFoundError):
-            book = ledger.join(fresh)
-            if os.stat(names.LEDGER, dir_fd=root.number).st_ino == os.fstat(fd.number).st_ino:
-                return ledger, book
-    raise StoreUnavailable("the ledger is replaced again and again")
+    ledger = Ledger(root, token, unit)
+    return ledger, ledger.join(fresh)
 
 
 def _probe(root: Fd, name: str, direct: bool) -> tuple[int, bool]:

@@ -25,6 +25,7 @@ TMP: Final = "tmp"
 QUARANTINE: Final = "quarantine"
 NAMESPACE_JSON: Final = "namespace.json"
 SCRUB_CURSOR: Final = "scrub"
+OWN: Final = (LEDGER, RUN, TMP, QUARANTINE, SCRUB_CURSOR)
 DIGITS: Final = "0123456789abcdef"
 TOKEN_BYTES: Final = 16
 DIR_MODE: Final = 0o700

@@ -45,12 +45,13 @@ class Count:
     """Everything that the ledger calls published."""
 
     namespaces: list[Namespace]
+    own_bytes: int = 0  # what is there before any chunk
     quarantined: int = 0
     quarantined_bytes: int = 0
 
     @property
     def bytes(self) -> int:
-        return self.quarantined_bytes + sum(namespace.bytes for namespace in self.namespaces)
+        return self.own_bytes + self.quarantined_bytes + sum(namespace.bytes for namespace in self.namespaces)
 
 
 def allocated_bytes(result: os.stat_result, ledger: Ledger) -> int:
@@ -67,7 +68,7 @@ def list_directory(root: Fd, path: str) -> Iterator[Listed]:
     except (FileNotFoundError, NotADirectoryError):
         return
     with os.scandir(directory.number) as entries:
-        for entry in entries:
+        for entry in sorted(entries, key=os.DirEntry.inode):  # as they lie on disk: cold, this is several times faster
             try:
                 yield Listed(entry.name, entry.stat(follow_symlinks=False))
             except FileNotFoundError:
@@ -90,12 +91,13 @@ def scan(
 
     None: stopped. Raises ``OSError``.
     """
-    count = Count([])
+    count = Count([], own_bytes=sum(_bytes(root, name, ledger) for name in names.OWN))
     for name in namespaces(root):
-        namespace = Namespace(name, bytes=_directory_bytes(root, name, ledger))
+        namespace = Namespace(name, bytes=_bytes(root, name, ledger))
+        namespace.bytes += _bytes(root, f"{name}/{names.NAMESPACE_JSON}", ledger)
         count.namespaces.append(namespace)
         for first in names.DIGITS:
-            namespace.bytes += _directory_bytes(root, f"{name}/{first}", ledger)
+            namespace.bytes += _bytes(root, f"{name}/{first}", ledger)
             for second in names.DIGITS:
                 if stop.wait(pause_s) if pause_s else stop.is_set():
                     return None
@@ -110,7 +112,7 @@ def scan(
 
 
 def _chunks(root: Fd, path: str, ledger: Ledger, namespace: Namespace) -> list[Found]:
-    namespace.bytes += _directory_bytes(root, path, ledger)
+    namespace.bytes += _bytes(root, path, ledger)
     chunks: list[Found] = []
     for name, result in list_directory(root, path):
         digest = names.digest_of(name)
@@ -122,9 +124,10 @@ def _chunks(root: Fd, path: str, ledger: Ledger, namespace: Namespace) -> list[F
     return chunks
 
 
-def _directory_bytes(root: Fd, path: str, ledger: Ledger) -> int:
+def _bytes(root: Fd, path: str, ledger: Ledger) -> int:
+    """What a directory, without what is in it, or a file takes."""
     try:
         result = os.stat(path, dir_fd=root.number, follow_symlinks=False)
     except FileNotFoundError:
         return 0
-    return ledger.rounded(result.st_blocks * BLOCK_BYTES) if stat.S_ISDIR(result.st_mode) else 0
+    return ledger.rounded(result.st_blocks * BLOCK_BYTES)

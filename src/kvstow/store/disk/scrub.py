@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import threading
@@ -13,7 +12,7 @@ from typing import Final, NamedTuple
 
 from kvstow.store.disk import files, names
 from kvstow.store.disk.files import Fd
-from kvstow.store.disk.mount import Mount
+from kvstow.store.disk.mount import Mount, try_lock
 from kvstow.store.disk.scan import list_directory, namespaces
 
 SAVE_EVERY: Final = 16  # files between two saves of the cursor: at most these are read again after a restart
@@ -108,11 +107,8 @@ class Scrub:
         """The cursor's file, which only one process has locked."""
         if self._mount is mount and self._lock is not None:
             return True
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = Fd(os.open(names.SCRUB_CURSOR, flags, names.FILE_MODE, dir_fd=mount.root.number))
-        try:
-            fcntl.flock(fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        fd = try_lock(mount.root, names.SCRUB_CURSOR, os.O_CREAT)
+        if fd is None:
             return False
         self._lock, self._mount = fd, mount
         cursor = os.pread(fd.number, CURSOR_BYTES, 0).decode("ascii", "replace").strip()
@@ -120,6 +116,8 @@ class Scrub:
         return True
 
     def _save(self, cursor: str) -> None:
-        assert self._lock is not None
+        assert self._mount is not None
         self._unsaved = 0
-        os.pwrite(self._lock.number, cursor.ljust(CURSOR_BYTES).encode(), 0)
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = Fd(os.open(names.SCRUB_CURSOR, flags, dir_fd=self._mount.root.number))
+        os.pwrite(fd.number, cursor.ljust(CURSOR_BYTES).encode(), 0)
