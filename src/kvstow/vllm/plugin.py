@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Final
 
 CONNECTOR: Final = "KVStowConnector"
@@ -14,13 +13,3 @@ def register() -> None:
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "kvstow.vllm.connector", CONNECTOR)
-    _log_like_vllm()
-
-
-def _log_like_vllm() -> None:
-    """vLLM configures its own logger only; kvstow's lines belong beside its, at its level, unless the user said else."""
-    ours, theirs = logging.getLogger("kvstow"), logging.getLogger("vllm")
-    if not ours.handlers and ours.level == logging.NOTSET and theirs.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = False

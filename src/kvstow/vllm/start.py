@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvstow")
 
 
+def log_like_vllm() -> None:
+    """vLLM configures its own logger only; kvstow's lines belong beside its, at its level, unless the user said else."""
+    ours, theirs = logging.getLogger("kvstow"), logging.getLogger("vllm")
+    if not ours.handlers and ours.level == logging.NOTSET and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+
+
 def _host() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
