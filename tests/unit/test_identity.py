@@ -230,7 +230,10 @@ def test_b8_cpu_pages_depend_on_the_instruction_set(folder: Path, monkeypatch: p
         ({"rope_type": "longrope", "original_max_position_embeddings": 4096}, None, [2048, 4096], 1),
         ({"rope_type": "longrope", "original_max_position_embeddings": 4096}, None, [4096, 4097], 2),
         ({"rope_type": "longrope"}, 4096, [4096, 4097], 2),
-        ({"rope_type": "yarn"}, None, [4096, 131072], 1),
+        ({"type": "su"}, 4096, [4096, 4097], 2),
+        ({"full": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}, None, [4096, 4097], 2),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 4096}, None, [4096, 131072], 1),
+        ({"rope_type": "yarn"}, 4096, [4096, 131072], 1),
     ],
 )
 def test_b7_max_model_len_matters_where_it_selects_the_rope_mode(
@@ -289,7 +292,7 @@ def test_every_tensor_is_sampled_in_its_middle(seed: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "change",
     [
-        lambda f: safetensors(f / "model.safetensors", {"x" if name == "a" else name: d for name, d in TENSORS.items()}),
+        lambda f: safetensors(f / "model.safetensors", {name.replace("a", "x"): d for name, d in TENSORS.items()}),
         lambda f: safetensors(f / "model.safetensors", {**TENSORS, "c": b"c" * 9_001}),
         lambda f: safetensors(f / "model.safetensors", TENSORS, {"k": "v"}),
         lambda f: safetensors(f / "more.safetensors", {"d": b"d"}),

@@ -6,7 +6,7 @@ import json
 import os.path
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -170,16 +170,24 @@ def _canonical(value: Any) -> str:
 
 
 def _rope_mode(model: ModelConfig | Any) -> str:
-    """LongRoPE takes its long factors for the whole run where the longest served prompt needs them."""
+    """LongRoPE takes its long factors for the whole run where the longest served prompt needs them; no other kind
+    looks at the served length."""
     config = getattr(model, "hf_text_config", model.hf_config)
     original = getattr(config, "original_max_position_embeddings", None)
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = getattr(config, name, None)
+    modes = []
+    for rope in _ropes(getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+        limit = rope.get("original_max_position_embeddings", original)
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "su") and isinstance(limit, int):
+            modes.append("long" if model.max_model_len > limit else "short")
+    return "+".join(modes) or "as configured"
+
+
+def _ropes(*found: object) -> Iterator[Mapping[str, Any]]:
+    """Rope parameters, of all layers or by kind of layer."""
+    for rope in found:
         if isinstance(rope, Mapping):
-            original = rope.get("original_max_position_embeddings", original)
-    if not isinstance(original, int):
-        return "as configured"
-    return "long" if model.max_model_len > original else "short"
+            yield rope
+            yield from _ropes(*rope.values())
 
 
 def _cache_fields(vllm_config: VllmConfig, backends: str) -> dict[str, str]:

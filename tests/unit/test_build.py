@@ -1,0 +1,196 @@
+"""The composition root: what every setting does to what is built, and what this host refuses."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow import build
+from kvstow.errors import SettingsError
+from kvstow.layout import HEADER_BYTES, ChunkLayout
+from kvstow.metrics import Metrics
+from kvstow.pool import HostPool, PoolError
+from kvstow.settings import HostFacts, Settings, leaves, parse
+from kvstow.settings.machine import Memory as HostMemory
+from kvstow.testing.manual import ManualClock, ManualExecutor
+
+SOURCE = Path(build.__file__).parent
+BLOCK_BYTES = 8192
+LAYOUT = build.chunk_layout(Settings(), 16, [BLOCK_BYTES])
+
+
+class Spy:
+    """Stands in for what ``build_engine`` makes, and keeps what it was made with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.engine: dict[str, Any] = {}
+        self.pool: dict[str, Any] = {}
+        spy = self
+
+        def engine(**arguments: Any) -> object:
+            spy.engine = arguments
+            return object()
+
+        def create(layout: ChunkLayout, capacity_bytes: int, **arguments: Any) -> Any:
+            spy.pool = {"layout": layout, "capacity_bytes": capacity_bytes, **arguments}
+            return FakePool(0)
+
+        monkeypatch.setattr(build, "Engine", engine)
+        monkeypatch.setattr(build.HostPool, "create", create)
+        self.metrics, self.clock = Metrics(), ManualClock()
+        effective = parse(None, {}, {key.replace("__", "."): value for key, value in settings.items()})
+        build.build_engine(
+            effective.settings, LAYOUT, name="x", clock=self.clock, metrics=self.metrics, sealer=ManualExecutor()
+        )
+
+
+class FakePool:
+    """Counts ``prefault``; piece ``fails`` raises."""
+
+    def __init__(self, pieces: int, fails: int | None = None) -> None:
+        self.pieces = pieces
+        self.fails = fails
+        self.done: list[int] = []
+
+    def prefault(self, piece: int, available_bytes: object) -> None:
+        if piece == self.fails:
+            raise PoolError("memory.size: nothing is left")
+        self.done.append(piece)
+
+
+# --- O2: every setting does something -------------------------------------------------------------------------------
+
+
+def test_o2_memory_settings_reach_the_pool_and_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy(monkeypatch, memory__size="123456789", memory__pool_dir="/some/dir", memory__policy="s3fifo")
+    assert spy.pool == {
+        "layout": LAYOUT, "capacity_bytes": 123456789, "name": "kvstow-x", "pool_dir": "/some/dir"
+    }
+    assert type(spy.engine["policy"]) is build.POLICIES["s3fifo"]
+    assert type(Spy(monkeypatch).engine["policy"]) is build.POLICIES["lru"]
+    assert Spy(monkeypatch).pool["pool_dir"] is None
+
+
+def test_o2_the_deadline_reaches_the_engine_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Spy(monkeypatch, fetch_deadline_ms=321).engine["fetch_deadline_s"] == pytest.approx(0.321)
+
+
+def test_what_is_passed_in_is_what_the_engine_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy(monkeypatch)
+    assert spy.engine["metrics"] is spy.metrics
+    assert spy.engine["clock"] is spy.clock
+    assert spy.engine["layout"] is LAYOUT
+
+
+def test_o2_chunk_size_reaches_the_layout() -> None:
+    layout = build.chunk_layout(Settings(chunk_size=48), 16, [BLOCK_BYTES, 4096])
+    assert layout.chunk_tokens == 48
+    assert layout.groups[0].blocks_per_chunk == 3
+    assert layout.max_frame_bytes == HEADER_BYTES + 3 * BLOCK_BYTES + 3 * 4096
+    with pytest.raises(SettingsError, match="chunk_size 50 is not a multiple"):
+        build.chunk_layout(Settings(chunk_size=50), 16, [BLOCK_BYTES])
+
+
+def test_every_policy_that_may_be_set_can_be_built() -> None:
+    policy = next(leaf for leaf in leaves() if leaf.key == "memory.policy")
+    assert policy.accepts == " or ".join(build.POLICIES)
+
+
+@pytest.mark.parametrize("key", [leaf.key for leaf in leaves()])
+def test_o2_every_setting_is_read_by_the_product(key: str) -> None:
+    """By its attribute, beyond where settings are declared: one that is only parsed does nothing."""
+    name = key.rpartition(".")[2]
+    for path in SOURCE.rglob("*.py"):
+        if path.name in ("schema.py", "sources.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr == name and "settings" in ast.unparse(node.value):
+                return
+    pytest.fail(f"nothing reads {key}")
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def test_o3_a_slot_below_a_chunk_is_refused_at_start() -> None:
+    small = parse(None, {}, {"memory.size": 3 * LAYOUT.max_frame_bytes}).settings
+    with pytest.raises(SettingsError, match=r"memory\.size"):
+        build.check(small, LAYOUT, facts=HostFacts(None))
+
+
+def test_h9_a_pool_above_memory_is_refused_before_anything_is_allocated() -> None:
+    memory = HostMemory(10**9, 10**8, "this machine")
+    settings = parse(None, {}, {"memory.size": "200MB"}).settings
+    with pytest.raises(SettingsError, match=r"200MB is more than the 100MB"):
+        build.check(settings, LAYOUT, facts=HostFacts(memory))
+    roomy = HostFacts(memory._replace(available_bytes=10**9))
+    build.check(settings, LAYOUT, facts=roomy)
+    with pytest.raises(SettingsError, match=r"200MB for each of 8 engines"):
+        build.check(settings, LAYOUT, facts=roomy, engines=8)
+
+
+def test_this_hosts_own_facts_are_the_default() -> None:
+    with pytest.raises(SettingsError, match=r"memory\.size 1000PB"):
+        build.check(parse(None, {}, {"memory.size": "1000PB"}).settings, LAYOUT)
+    with pytest.raises(SettingsError, match=r"memory\.pool_dir /no/such is not a directory"):
+        build.check(parse(None, {}, {"memory.size": "1MB", "memory.pool_dir": "/no/such"}).settings, LAYOUT)
+
+
+# --- the pool's memory -----------------------------------------------------------------------------------------------
+
+
+def prefault(pool: FakePool) -> tuple[ManualExecutor, FakePool]:
+    executor = ManualExecutor()
+    build._prefault(pool, executor, 0)  # type: ignore[arg-type]
+    return executor, pool
+
+
+def drain(executor: ManualExecutor) -> int:
+    """Run everything; returns how many rounds it took."""
+    rounds = 0
+    while executor.outstanding:
+        assert executor.outstanding == 1, "more than one piece at a time: nothing else gets its turn"
+        executor.run_all()
+        executor.poll()
+        rounds += 1
+    return rounds
+
+
+def test_the_pool_is_taken_piece_by_piece() -> None:
+    executor, pool = prefault(FakePool(5))
+    assert pool.done == []
+    assert drain(executor) == 5
+    assert pool.done == [0, 1, 2, 3, 4]
+
+
+def test_taking_the_pool_stops_where_memory_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    executor, pool = prefault(FakePool(5, fails=2))
+    drain(executor)
+    assert pool.done == [0, 1]
+    assert "memory.size: nothing is left" in caplog.text
+
+
+def test_a_closed_executor_ends_it() -> None:
+    executor, pool = prefault(FakePool(5))
+    executor.close(0)
+    executor.poll()
+    assert executor.outstanding == 0
+    assert pool.done == []
+
+
+def test_a_real_engine_is_built_and_closed() -> None:
+    settings = parse(None, {}, {"memory.size": "1MB"}).settings
+    metrics, executor = Metrics(), ManualExecutor()
+    pool, engine = build.build_engine(
+        settings, LAYOUT, name="x", clock=ManualClock(), metrics=metrics, sealer=executor
+    )
+    assert isinstance(pool, HostPool)
+    assert pool.slots == 10**6 // LAYOUT.max_frame_bytes
+    taken = metrics.take()
+    assert taken is not None
+    assert taken["gauges"]["pool_capacity_bytes"] == pool.capacity_bytes
+    drain(executor)
+    engine.close(0)
