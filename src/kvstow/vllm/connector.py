@@ -167,7 +167,12 @@ class KVStowConnector(KVConnectorBase_V1):
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # vLLM 0.30 has none, and never calls this
 
-        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+        known = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+        counts: dict[Any, int] = {}
+        for tier, tokens in (self._scheduler.hit_sources(request) if self._scheduler else {}).items():
+            source = known.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            counts[source] = counts.get(source, 0) + tokens
+        return counts
 
     def _lose_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM waits for a load that it was promised: have it reported as failed."""

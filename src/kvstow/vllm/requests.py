@@ -53,6 +53,7 @@ class Tracked:
     loading: int | None = None  # load job that still writes them
     local_tokens: int = 0  # computed by the engine, as of the last query
     counted: bool = False
+    sources: dict[str, int] = field(default_factory=dict)  # tokens of the last load, by tier
     offered: int = 0  # chunks
     next_end: int = 0
     _keys: list[ChunkKey] = field(default_factory=list)

@@ -136,7 +136,8 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
-        self._count_lookup(tracked, external_tokens)
+        tracked.sources = self._sources(request.request_id, external_tokens)
+        self._count_lookup(tracked)
         if external_tokens == 0:
             self._forget(request.request_id)
             return
@@ -170,17 +171,35 @@ class SchedulerSide:
         tracked.loading = job.job
         self._next_meta.loads.append(job)
 
-    def _count_lookup(self, tracked: Tracked, external_tokens: int) -> None:
+    def _count_lookup(self, tracked: Tracked) -> None:
         if tracked.counted or not tracked.load or getattr(tracked.request, "skip_reading_prefix_cache", False):
             return
         tracked.counted = True
         chunk = self._rules.chunk_tokens
         wanted = tracked.request.num_tokens - tracked.local_tokens
         self._metrics.count("requested_tokens", wanted)
-        self._metrics.count("hit_tokens", external_tokens, tier="memory")
-        hits = -(-external_tokens // chunk)
-        self._metrics.count("hit_chunks", hits, tier="memory")
+        hits = 0
+        for tier, tokens in tracked.sources.items():
+            self._metrics.count("hit_tokens", tokens, tier=tier)
+            self._metrics.count("hit_chunks", -(-tokens // chunk), tier=tier)
+            hits += -(-tokens // chunk)
         self._metrics.count("miss_chunks", max(0, wanted // chunk - hits))
+
+    def _sources(self, req_id: str, external_tokens: int) -> dict[str, int]:
+        """``external_tokens`` by the tier they came from; what was not fetched for this request was in host memory."""
+        sources: dict[str, int] = {}
+        left = external_tokens
+        for tier, chunks in ({} if self._broken else self._engine.origins(req_id)).items():
+            sources[tier] = min(left, chunks * self._rules.chunk_tokens)
+            left -= sources[tier]
+        if left:
+            sources["memory"] = left
+        return {tier: tokens for tier, tokens in sources.items() if tokens}
+
+    def hit_sources(self, request: Request) -> dict[str, int]:
+        """Tokens of the request's last load by tier."""
+        tracked = self._tracked.get(request.request_id)
+        return tracked.sources if tracked is not None else {}
 
     def _new_job(
         self, tracked: Tracked, copies: list[Copy], leases: list[Lease], *, load: bool, required: int, moved: int
