@@ -42,6 +42,10 @@ class Prefix:
             self._states.append(state)
         return numpy.array(self._states[start:end], dtype=numpy.uint64)
 
+    def truncate(self, count: int) -> None:
+        """Tokens from ``count`` on were not what they turn out to be: rejected drafts."""
+        del self._states[count:]
+
 
 def next_token(states: Any, vocab: int) -> int:
     """Greedy sampling of a model that attends to every position before: one wrong state changes it."""

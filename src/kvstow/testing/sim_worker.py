@@ -6,6 +6,7 @@ runner does, and checks every byte that a forward pass would read. Needs a sched
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,21 +139,23 @@ class SimWorker:
         size = self.pages.block_tokens
         # Each layer writes the KV of all requests before any attends, so a request may share what another one
         # computes in the same step.
+        drafts = output.scheduled_spec_decode_tokens
         for req_id, (start, end) in spans.items():
             sequence = self._sequences[req_id]
-            assert end <= len(sequence.tokens), f"{req_id}: {end} tokens scheduled of {len(sequence.tokens)} known"
+            tokens = [*sequence.tokens, *drafts.get(req_id, ())]
+            assert end <= len(tokens), f"{req_id}: {end} tokens scheduled of {len(tokens)} known"
             assert len(sequence.blocks) * size >= end, f"{req_id}: {len(sequence.blocks)} blocks for {end} tokens"
             assert sequence.weights == self.weights, f"{req_id} was computed with other weights"
             self.device.before_write(sequence.blocks[start // size : -(-end // size)])
-            self.pages.write(sequence.blocks, start, sequence.prefix.states(sequence.tokens, start, end))
+            self.pages.write(sequence.blocks, start, sequence.prefix.states(tokens, start, end))
             self.computed_tokens += end - start
-        return {req_id: self._attend(req_id, start, end) for req_id, (start, end) in spans.items()}
+        return {r: self._attend(r, start, end, drafts.get(r, ())) for r, (start, end) in spans.items()}
 
-    def _attend(self, req_id: str, start: int, end: int) -> list[int]:
+    def _attend(self, req_id: str, start: int, end: int, drafts: Sequence[int]) -> list[int]:
         sequence, size = self._sequences[req_id], self.pages.block_tokens
         used = sequence.blocks[: -(-end // size)]
         self.device.before_read(used)
-        wrong = self.pages.wrong(used, sequence.prefix.states(sequence.tokens, 0, end))
+        wrong = self.pages.wrong(used, sequence.prefix.states([*sequence.tokens, *drafts], 0, end))
         if wrong is not None:
             block = used[wrong // size]
             raise AssertionError(
@@ -161,6 +164,25 @@ class SimWorker:
             )
         if end < len(sequence.tokens):
             return []
-        token = next_token(self.pages.states(used, end), self._rules.vocab)
-        sequence.tokens.append(token)
-        return [token]
+        sampled = self._verify(used, len(sequence.tokens), drafts)
+        sequence.prefix.truncate(len(sequence.tokens) + len(sampled) - 1)
+        sequence.tokens += sampled
+        return sampled
+
+    def _verify(self, used: Sequence[int], known: int, drafts: Sequence[int]) -> list[int]:
+        """The leading drafts that greedy sampling would have given, and the token after them."""
+        sampled: list[int] = []
+        for draft in (*drafts, None):
+            sampled.append(next_token(self.pages.states(used, known + len(sampled)), self._rules.vocab))
+            if sampled[-1] != draft:
+                break
+        return sampled
+
+    def propose(self, req_id: str, count: int, rng: random.Random) -> list[int]:
+        """A drafter's tokens: right up to some point."""
+        sequence = self._sequences[req_id]
+        tokens = list(sequence.tokens)
+        for _ in range(count):
+            right = self.expected_token(tokens, sequence.adapter)
+            tokens.append(right if rng.random() < 0.6 else rng.randrange(self._rules.vocab))
+        return tokens[len(sequence.tokens) :]
