@@ -124,9 +124,9 @@ class Engine:
         """``lookup``, and get what is missing from lower tiers. Idempotent and cheap to repeat.
 
         PENDING while a chunk that extends the run is on its way: asked for, read, or filled by a worker right now.
-        An owner waits at most ``fetch_deadline_s`` in all, counted from its first call; after that, and after
-        everything that could come has come, it gets HIT or MISS at once. Chunks fetched for it are pinned until
-        ``hold``, ``forget`` or its deadline.
+        An owner waits at most ``fetch_deadline_s`` in all, counted from the first call that found a chunk missing;
+        after that, and after everything that could come has come, it gets HIT or MISS at once. Chunks fetched for
+        it are pinned until ``hold``, ``forget`` or its deadline.
         """
         wait = self._fetches.get(owner)
         if wait is None:

@@ -34,7 +34,7 @@ class TierLimits:
     """Bounds of one tier. Bytes are frame bytes."""
 
     max_queued_bytes: int = 2 << 30  # writes accepted and not ended; each pins its slot of the pool
-    max_queued_writes: int = 1024
+    max_queued_writes: int = 512  # half of an executor's queue: probes and reads must get in
     max_read_bytes: int = 256 << 20  # reads in flight; each occupies its slot of the pool
     read_batch_bytes: int = 16 << 20  # one call: small enough that several threads share a prompt's chunks
     hung_after_s: float = 10.0  # a call that runs longer puts the tier out of use until it returns
@@ -107,6 +107,7 @@ class Tier:
         self._hung = 0
         self._watch_at_s = self._progress_s = clock.monotonic()
         self._shown = BreakerState.CLOSED
+        self._bypassed = False  # as logged: trials in between, half-open, are not news
         metrics.gauge("tier_state", self._shown, tier=name)
 
     # --- health ---------------------------------------------------------------------------------------------------
@@ -141,10 +142,12 @@ class Tier:
         state = self.state
         if state is self._shown:
             return
-        if BreakerState.OPEN in (state, self._shown):
-            why = f"{self._hung} calls hang" if self._hung else "its calls fail"
-            what = f"bypassed: {why}" if state is BreakerState.OPEN else "asked again"
-            logger.warning("Tier %s is %s", self.name, what)
+        if state is BreakerState.OPEN and not self._bypassed:
+            self._bypassed = True
+            logger.warning("Tier %s is bypassed: %s", self.name, "a call hangs" if self._hung else "its calls fail")
+        elif state is BreakerState.CLOSED and self._bypassed:
+            self._bypassed = False
+            logger.warning("Tier %s is in use again", self.name)
         self._shown = state
         self._metrics.gauge("tier_state", state, tier=self.name)
 

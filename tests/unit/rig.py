@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from kvstow.engine import Engine, Found, Lookup
@@ -31,6 +32,7 @@ def keys(*numbers: int) -> list[ChunkKey]:
     return [key(i) for i in numbers]
 
 
+@lru_cache(maxsize=4096)
 def payload(chunk: ChunkKey) -> list[bytes]:
     """The bytes of a chunk's spans: a pattern that no other key has."""
     rng = random.Random(bytes(chunk))
@@ -146,6 +148,7 @@ class Rig:
         assert self.pool.leased == 0
         assert self.pool.free + len(self.engine._index) == self.pool.slots
         assert len(self.policy) == len(self.engine._index)
+        assert not self.engine._fetches._flights
         assert not self.engine.busy()
 
 

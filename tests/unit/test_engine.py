@@ -132,6 +132,7 @@ def test_reset_makes_everything_unfindable_and_keeps_leases_good() -> None:
     assert again is not None
     assert again.slot != late.slot
     rig.engine.commit(late)  # of before the reset: aborts silently
+    assert late.released
     assert rig.engine.lookup(keys(3)) == MISS0
     fill(again, key(3))
     rig.engine.commit(again)

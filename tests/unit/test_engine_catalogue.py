@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
 
 import pytest
 
 from kvstow.engine import Found
 from kvstow.errors import StoreUnavailable
-from kvstow.runtime import ThreadExecutor
-from kvstow.testing.faults import Fault, Gate, unavailable
+from kvstow.testing.faults import Fault, unavailable
 from kvstow.tier import TierLimits
 from tests.unit.rig import FRAME_BYTES, MISS0, TOKENS, Rig, assert_bytes, fill, hit, key, keys
 
@@ -348,59 +346,6 @@ def test_h6a_one_flipped_payload_byte_is_a_miss_and_counted() -> None:
     assert rig.fetch("r", 1) == MISS0
     assert rig.counter("corrupt_chunks", tier="t0") == 1
     assert rig.below(1) == [False]
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.release()
-
-
-def test_h6b_a_store_that_hangs_on_every_thread_is_bypassed_and_comes_back(gate: Gate) -> None:
-    rig = Rig(
-        slots=8,
-        tiers=2,
-        limits=TierLimits(hung_after_s=5.0, read_batch_bytes=FRAME_BYTES),
-        fetch_deadline_s=0.2,
-        executor=lambda i: ThreadExecutor(f"h6-{i}", threads=2),
-    )
-    rig.put_below(1, 2, tier=0)
-    rig.put_below(3, tier=1)
-    rig.stores[0].faults = [Fault("read", delay=gate)]
-
-    def until_answered(owner: str, *numbers: int) -> object:
-        while (found := rig.fetch(owner, *numbers)).state is Found.PENDING:
-            for executor in rig.executors:
-                executor.wait(0.01)
-            rig.engine.poll()
-        return found
-
-    rig.fetch("r", 1, 2)
-    while rig.stores[0].calls.get("read", 0) < 2:
-        rig.executors[0].wait(0.01)
-        rig.engine.poll()
-    assert gate.wait_arrived(2)
-    rig.clock.advance(0.2)
-    rig.engine.poll()
-    assert rig.fetch("r", 1, 2) == MISS0
-    rig.clock.advance(5)
-    rig.engine.poll()
-    assert not rig.tiers[0].usable
-    assert rig.gauge("tier_state|t0") == 2
-    assert rig.fetch("s", 1) == MISS0  # not asked, no wait
-    assert until_answered("t", 3) == hit(1)
-    gate.release()
-    while rig.executors[0].outstanding:
-        rig.executors[0].wait(1.0)
-        rig.engine.poll()
-    assert rig.tiers[0].usable
-    assert rig.gauge("tier_state|t0") == 0
-    assert until_answered("u", 1, 2) == hit(2)
-    for owner in "rstu":
-        rig.engine.forget(owner)
-    rig.assert_idle()
-    rig.engine.close(5.0)
 
 
 def test_k5_a_value_that_the_store_dropped_is_a_miss_and_stored_again() -> None:

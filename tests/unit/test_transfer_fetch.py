@@ -76,6 +76,20 @@ def test_a_start_in_the_middle_needs_nothing_before_it() -> None:
     assert rig.engine.fetch("s", keys(1, 2, 3), 3) == (Found.MISS, 3)
 
 
+def test_nothing_is_read_behind_what_another_tier_is_still_asked_for() -> None:
+    rig = Rig(tiers=2)
+    rig.put_below(1, 3, tier=0)
+    rig.fetch("r", 1, 2, 3)
+    rig.run(only=[rig.executors[0]])
+    rig.run(only=[rig.executors[0]])
+    assert [rig.found(i) for i in (1, 3)] == [1, 0]
+    rig.settle()
+    assert rig.fetch("r", 1, 2, 3) == hit(1)
+    assert rig.found(3) == 0
+    rig.engine.forget("r")
+    rig.assert_idle()
+
+
 def test_tiers_are_asked_in_order_and_the_first_that_has_it_wins() -> None:
     rig = Rig(tiers=2)
     rig.put_below(1, 2, tier=0)
@@ -274,6 +288,31 @@ def test_a_full_executor_is_no_answer_but_the_next_tier_is_asked() -> None:
     assert pending(rig, "r", 1)
     rig.settle()
     assert rig.fetch("r", 1) == hit(1)
+
+
+def test_a_read_that_the_executor_does_not_take_is_tried_again() -> None:
+    rig = Rig()
+    rig.put_below(1)
+    rig.fetch("r", 1)
+    rig.executors[0].run_all()
+    submit, rig.executors[0].submit = rig.executors[0].submit, lambda *_, **__: False  # type: ignore[method-assign]
+    rig.engine.poll()
+    assert pending(rig, "r", 1)
+    assert rig.pool.leased == 0
+    rig.executors[0].submit = submit  # type: ignore[method-assign]
+    rig.engine.poll()
+    rig.settle()
+    assert rig.fetch("r", 1) == hit(1)
+
+
+def test_a_probe_for_nobody_ends_with_its_answer() -> None:
+    rig = Rig()
+    rig.put_below(1)
+    rig.fetch("r", 1)
+    rig.engine.forget("r")
+    rig.settle()
+    assert "read" not in rig.stores[0].calls
+    rig.assert_idle()
 
 
 def test_a_reset_ends_waits_and_publishes_nothing_of_before() -> None:

@@ -166,8 +166,7 @@ class Fetches:
         """Nothing that is under way is published. Owners keep their deadline and get nothing more."""
         for wait in list(self._open):
             self._leave(wait)
-        for flight in list(self._flights.values()):
-            del self._flights[flight.key]
+        self._flights.clear()
 
     def _expire(self, wait: Wait) -> None:
         if wait.pending:
@@ -332,6 +331,5 @@ class Fetches:
             elif self._flights.get(flight.key) is flight:
                 failed.append(flight)
             lease.release()
-        self._dirty.update((wait, None) for flight in failed for wait in flight.waits)
         self._ask_next(failed)
         self._run()
