@@ -40,6 +40,7 @@ def strided(size: tuple[int, ...], order: str, axes: str) -> torch.Tensor:
         ("mla_lbnhc", "mla.nc", 1),
         ("packed_lbhnc", "packed_heads.hnc", 1),
         ("packed_lbhnc_padded", "packed_heads.hnc", 1),
+        ("packed_lbhnc_ragged", "packed_heads.hnc", 1),
         ("packed_lbnhc", "packed_heads.nhc", 1),
         ("packed_lhbnc", "packed_heads.hnc", 2),
         ("packed_blhnc", "packed_heads.hnc", 1),

@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -416,11 +418,15 @@ class DeviceSuite:
     def test_close_is_idempotent_and_releases_the_pool(self) -> None:
         device = self.make_device()
         _, host = self.attach(device, self.build("mla"))
-        device.copy_out(1, [Transfer(host.place(0), [0])])
+        place, memory, host.memory = host.place(0), host.memory, memoryview(b"")
+        device.copy_out(1, [Transfer(place, [0])])
         device.close()
         device.close()
-        host.memory.release()  # raises BufferError while anything still views it
         assert [finished.ticket for finished in device.finished()] == [1]
+        left = weakref.ref(memory)
+        del memory
+        gc.collect()
+        assert left() is None, "the device still holds the pool"
 
 
 def _spec_of(built: Built) -> KVSpec:

@@ -131,11 +131,11 @@ def mla(shape: Shape) -> Built:
     return _separate(shape, lambda: _raw(shape, shape.blocks, shape.tokens, shape.size), _dim(0), latent=True)
 
 
-def _packed(order: str, gap: int = 0, *, latent: bool = False) -> Callable[[Shape], Built]:
+def _packed(order: str, gap: int = 0, *, layer_gap: int = 0, latent: bool = False) -> Callable[[Shape], Built]:
     """vLLM's own allocation: one storage for all layers, each a [blocks, heads, tokens, content] view of it.
 
-    ``order`` is the memory order of layers, blocks, heads, tokens and content; ``gap`` bytes follow each block
-    and belong to nobody.
+    ``order`` is the memory order of layers, blocks, heads, tokens and content; ``gap`` bytes follow each block,
+    ``layer_gap`` each layer, and belong to nobody.
     """
 
     def make(shape: Shape) -> Built:
@@ -148,6 +148,8 @@ def _packed(order: str, gap: int = 0, *, latent: bool = False) -> Callable[[Shap
             stride *= sizes[axis]
             if axis == order[order.index("B") + 1]:
                 stride += gap // item
+            if axis == order[order.index("L") + 1]:
+                stride += layer_gap // item
         flat = _raw(shape, stride)
         size, steps = [sizes[axis] for axis in "LBHNC"], [strides[axis] for axis in "LBHNC"]
         views = flat.as_strided(size, steps)
@@ -174,4 +176,5 @@ LAYOUTS: Final[dict[str, Callable[[Shape], Built]]] = {
     "mla_lbnhc": _packed("LBNHC", latent=True),
     **{f"packed_{order.lower()}": _packed(order) for order in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")},
     "packed_lbhnc_padded": _packed("LBHNC", gap=192),
+    "packed_lbhnc_ragged": _packed("LBHNC", layer_gap=64),
 }
