@@ -22,9 +22,11 @@ import torch
 from kvstow.device.base import Finished, KVCache, KVSpec, Transfer
 from kvstow.device.plan import GroupPlan, Move, attach_groups, check
 from kvstow.errors import CopyError
+from kvstow.hostmem import populate
 from kvstow.layout import GroupPages
 from kvstow.runtime import Clock, Executor
 
+POPULATE_BYTES: Final = 32 << 20  # 7 to 17 ms of the copying thread
 FENCE_TIMEOUT_S: Final = 30.0  # tens of GB at memory speed: what takes longer is stuck
 UNITS: Final = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -238,6 +240,16 @@ class CpuDevice:
         with torch.inference_mode(False):
             self._pool = torch.frombuffer(pool, dtype=torch.uint8)
         self._shard = shard
+        self._populate(pool, 0)
+
+    def _populate(self, pool: memoryview, offset: int) -> None:
+        """Map the pool's pages piece by piece, behind whatever is to be copied: a first touch costs 6 to 13 copies."""
+        length = min(POPULATE_BYTES, len(pool) - offset)
+        if length > 0 and not self._closed:
+            self._executor.submit(
+                lambda: populate(pool, offset, length),
+                lambda _, error: None if error else self._populate(pool, offset + length),
+            )
 
     def copy_out(self, ticket: int, transfers: Sequence[Transfer]) -> None:
         self._start(ticket, transfers, load=False)
@@ -270,7 +282,9 @@ class CpuDevice:
             return Finished(ticket, tuple(failed), error_text, moved, clock.monotonic() - began)
 
         self._in_flight[ticket] = len(batch)
-        if self._closed or not self._executor.submit(work, lambda done, error: self._end(ticket, done, error)):
+        if self._closed or not self._executor.submit(
+            work, lambda done, error: self._end(ticket, done, error), urgent=True
+        ):
             self._end(ticket, None, CopyError("the device is closed, or its queue of copies is full"))
 
     def _end(self, ticket: int, done: Finished | None, error: BaseException | None) -> None:

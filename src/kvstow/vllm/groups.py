@@ -73,6 +73,10 @@ def refuse_unserved_model(vllm_config: VllmConfig) -> None:
             "and a prefix restored without its state would be wrong. Remove --kv-transfer-config for this model."
         )
     parallel: Any = vllm_config.parallel_config
+    if getattr(parallel, "nnodes", 1) > 1:
+        raise UnsupportedError(
+            f"kvstow shares one host's memory among the ranks of an engine; this one spans {parallel.nnodes} hosts (--nnodes)"
+        )
     for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, size, 1) > 1:
             raise UnsupportedError(f"kvstow does not serve --{size.replace('_', '-')} {getattr(parallel, size)} yet")
