@@ -6,8 +6,9 @@ process reserves before it creates a file, so their sum is never less than what 
 - killed before the file was published: its reservation becomes published bytes of nothing when it is reaped;
 - killed between publishing and saying so: the reservation becomes what was published;
 
-and ``reconcile`` takes the surplus away. A page that isn't whole (a machine crash) is started anew as *unknown*:
-nothing can be reserved until a scan has counted what is there.
+and ``reconcile`` takes the surplus away. A process reserves some ahead, and says only when it reserves again what
+became of it, so that most writes don't touch the page at all: to others those bytes stay reserved. A page that isn't
+whole (a machine crash) is started anew as *unknown*: nothing can be reserved until a scan has counted what is there.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from kvstow.store.disk.names import FILE_MODE, LEDGER, TOKEN_BYTES
 
 MAGIC: Final = b"KVSTOWL1"
 PAGE_BYTES: Final = 4096
+MAX_AHEAD_BYTES: Final = 64 << 20  # some 16 chunks
+AHEAD_SHARE: Final = 256
 LOCK_TRIES: Final = 500  # of 2 ms: the lock is held for microseconds, so a second means a holder that is stopped
 LOCK_WAIT_S: Final = 0.002
 _HEAD: Final = struct.Struct("<8sII16sQQQ")  # magic, CRC32 of what follows it, processes, id, published, added, removed
@@ -100,6 +103,8 @@ class Ledger:
         self._unit = unit_bytes
         self._threads = threading.Lock()
         self._pause = threading.Event()
+        self._ahead = 0  # reserved, and not given to any write
+        self._settled = 0  # reserved as far as the page says, and published since
 
     def rounded(self, size: int) -> int:
         """What a file of ``size`` bytes takes."""
@@ -121,11 +126,21 @@ class Ledger:
                 raise LedgerGone("the ledger is not whole")
             yield book
             changed = book.pack()
-            if changed != page and os.pwrite(file.number, changed, 0) != PAGE_BYTES:
-                raise StoreUnavailable("the ledger was not written whole")
+            if changed != page:
+                self._write(file, changed)
             del file
         finally:
             self._threads.release()
+
+    @staticmethod
+    def _write(file: Fd, page: bytes) -> None:
+        """After a failure what this process holds is written off as published: it attaches under another token."""
+        try:
+            whole = os.pwrite(file.number, page, 0) == PAGE_BYTES
+        except OSError as error:
+            raise LedgerGone(f"the ledger can't be written: {error}") from error
+        if not whole:
+            raise LedgerGone("the ledger was not written whole")
 
     def _locked(self, flags: int) -> Fd:
         flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -152,31 +167,51 @@ class Ledger:
 
     def leave(self) -> None:
         with self.book() as book:
-            book.add(book.reserved.pop(self._token, 0))
+            self._settle(book)
+            self._ahead = 0
+            book.reserved.pop(self._token, None)
 
     def reserve(self, size: int, limit_bytes: int) -> int | None:
         """Reserve what a file of ``size`` bytes takes. 0: done; else the bytes lacking; None: usage is unknown."""
+        need = self.rounded(size)
+        with self._threads:
+            if need <= self._ahead:
+                self._ahead -= need
+                return 0
         with self.book() as book:
+            self._settle(book)
             if book.used_bytes is None:
                 return None
-            lacking = book.used_bytes + self.rounded(size) - limit_bytes
-            if lacking <= 0:
-                self._reserve(book, self.rounded(size))
-            return max(0, lacking)
+            room = limit_bytes - book.used_bytes + self._ahead
+            if room < need:
+                return need - room
+            taken = min(room, need + self.ahead_bytes(limit_bytes))
+            book.reserved[self._token] += taken - self._ahead
+            self._ahead = taken - need
+            return 0
+
+    @staticmethod
+    def ahead_bytes(limit_bytes: int) -> int:
+        """How much a process reserves ahead: of all that it keeps from others, a small part."""
+        return min(MAX_AHEAD_BYTES, limit_bytes // AHEAD_SHARE)
 
     def publish(self, size: int) -> None:
         """What was reserved for a file of ``size`` bytes is there now."""
-        with self.book() as book:
-            self._reserve(book, -self.rounded(size))
-            book.add(self.rounded(size))
+        with self._threads:
+            self._settled += self.rounded(size)
 
     def release(self, size: int) -> None:
-        """Give back what was reserved for a file of ``size`` bytes."""
-        with self.book() as book:
-            self._reserve(book, -self.rounded(size))
+        """What was reserved for a file of ``size`` bytes is not needed."""
+        with self._threads:
+            self._ahead += self.rounded(size)
 
-    def _reserve(self, book: Book, change: int) -> None:
-        book.reserved[self._token] = max(0, book.reserved.get(self._token, 0) + change)
+    def _settle(self, book: Book) -> None:
+        """Bring the page up to date."""
+        if self._token not in book.reserved:
+            raise LedgerGone("this process is not in the ledger")
+        book.reserved[self._token] = max(0, book.reserved[self._token] - self._settled)
+        book.add(self._settled)
+        self._settled = 0
 
     def add(self, size: int) -> None:
         with self.book() as book:
@@ -189,7 +224,14 @@ class Ledger:
 
     def look(self) -> Book:
         with self.book() as book:
-            return book
+            self._settle(book)
+        return book
+
+    @property
+    def used_bytes(self) -> int | None:
+        """What is published and being written, what this process has reserved ahead left out."""
+        used = self.look().used_bytes
+        return None if used is None else used - self._ahead
 
     def reconcile(self, before: Book, counted_bytes: int) -> Book:
         """Take over a count of everything published that began when the page was ``before``.
@@ -198,6 +240,7 @@ class Ledger:
         the range that they must be in; of a quiet directory the count itself.
         """
         with self.book() as book:
+            self._settle(book)
             highest = counted_bytes + book.added_bytes - before.added_bytes
             lowest = counted_bytes - (book.removed_bytes - before.removed_bytes) - sum(book.reserved.values())
             now = highest if book.published_bytes is None else book.published_bytes

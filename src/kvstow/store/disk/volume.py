@@ -264,7 +264,7 @@ class Volume:
                 if over == 0:
                     return True
                 lacking = over
-            if not self._evict(mount, lacking):
+            if not self._evict(mount, lacking + mount.ledger.ahead_bytes(self.limits.size_bytes)):
                 break
         self.scan_wanted = True  # what fills the directory is not known here
         return False
@@ -323,5 +323,5 @@ class Volume:
     @property
     def used_bytes(self) -> int | None:
         with self._at("looking") as mount:
-            return mount.ledger.look().used_bytes
+            return mount.ledger.used_bytes
 

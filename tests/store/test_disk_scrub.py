@@ -1,0 +1,155 @@
+"""The scrub, the admission, and corrupt frames through a real tier."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstow import frame
+from kvstow.errors import FrameError
+from kvstow.key import ChunkKey
+from kvstow.layout import GroupLayout
+from kvstow.store.base import REJECTED, Done
+from kvstow.store.disk import DiskStore
+from kvstow.store.disk.admission import SecondSight
+from kvstow.store.disk.check import frame_check
+from kvstow.store.disk.mount import attach
+from kvstow.store.disk.scrub import Scrub
+from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
+from tests.store.disks import CHUNK, disk, file_of, holds, keys_held, put
+
+GROUP = GroupLayout(16, 1, (10_000,))
+KEYS = [make_key(i) for i in range(40)]
+
+
+def sealed(key: ChunkKey, integrity_key: bytes | None = None) -> bytes:
+    whole = bytearray(value_of(3, GROUP.frame_bytes))
+    frame.seal(memoryview(whole), key, GROUP, 16, b"", 0.0, integrity_key=integrity_key)
+    return bytes(whole)
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def filled(path: Path, integrity_key: bytes | None = None) -> DiskStore:
+    store = disk(path)
+    for key in KEYS:
+        assert write_one(store, key, sealed(key, integrity_key)) == Done(GROUP.frame_bytes)
+    return store
+
+
+@pytest.mark.parametrize("at", [0, 50, 2020, 4095, 4096, 9_999])
+def test_h6_a_flipped_byte_is_found_set_aside_and_storable_anew(tmp_path: Path, at: int) -> None:
+    store, key = filled(tmp_path), KEYS[7]
+    flip(file_of(tmp_path, key), at)
+    buffer = memoryview(bytearray(GROUP.frame_bytes))
+    [outcome] = store.read([(key, buffer)])
+    assert outcome == Done(GROUP.frame_bytes)
+    with pytest.raises(FrameError):
+        frame.check(buffer, GROUP.frame_bytes, key, GROUP)
+    store.quarantine([key])
+    assert keys_held(store, KEYS) == [i for i in range(40) if i != 7]
+    assert write_one(store, key, sealed(key)) == Done(GROUP.frame_bytes)
+    assert read_one(store, key, GROUP.frame_bytes)[1] == sealed(key)
+
+
+@pytest.mark.parametrize("integrity_key", [None, b"k" * 32])
+def test_a_round_of_the_scrub_sets_aside_what_is_bad_and_only_that(tmp_path: Path, integrity_key: bytes | None) -> None:
+    store = filled(tmp_path, integrity_key)
+    mtimes = [file_of(tmp_path, key).stat().st_mtime_ns for key in KEYS]
+    flip(file_of(tmp_path, KEYS[3]), 5000)
+    os.truncate(file_of(tmp_path, KEYS[4]), 4096)
+    os.truncate(file_of(tmp_path, KEYS[5]), 0)
+    os.replace(file_of(tmp_path, KEYS[6]), file_of(tmp_path, KEYS[8]))  # a whole frame, of another key
+    bad: list[bytes] = []
+
+    def set_aside(namespace: bytes, digest: bytes) -> None:
+        bad.append(digest)
+        store._volumes[0].set_aside(namespace, digest, "corrupt")
+
+    done = Scrub(frame_check(integrity_key), set_aside).step(attach(str(tmp_path)), 1 << 30, threading.Event())
+    assert sorted(bad) == sorted(KEYS[i].digest() for i in (3, 4, 5, 8))
+    assert done >= 36 * GROUP.frame_bytes
+    good = [i for i in range(40) if i not in (3, 4, 5, 6, 8)]
+    assert all(read_one(store, KEYS[i], GROUP.frame_bytes)[1] == sealed(KEYS[i], integrity_key) for i in good)
+    untouched = [i for i in good if file_of(tmp_path, KEYS[i]).stat().st_mtime_ns == mtimes[i]]
+    assert untouched == good, "verifying is no use: recency stays"
+
+
+def test_a_keyed_scrub_refuses_frames_without_a_mac(tmp_path: Path) -> None:
+    filled(tmp_path)
+    bad: list[bytes] = []
+    scrub = Scrub(frame_check(b"k" * 32), lambda _, digest: bad.append(digest))
+    scrub.step(attach(str(tmp_path)), 1 << 30, threading.Event())
+    assert len(bad) == 40
+
+
+def test_the_scrub_keeps_to_its_budget_and_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
+    filled(tmp_path)
+    seen: list[bytes] = []
+
+    def check(digest: bytes, _: memoryview) -> bool:
+        seen.append(digest)
+        return True
+
+    def new() -> Scrub:
+        return Scrub(check, lambda *_: None)
+
+    mount, stop = attach(str(tmp_path)), threading.Event()
+    first = new()
+    assert first.step(mount, 20 * GROUP.frame_bytes, stop) == 20 * GROUP.frame_bytes
+    assert new().step(mount, 1 << 30, stop) == 0, "one process scrubs a directory"
+    del first
+    second = new()
+    while second.step(mount, 5 * GROUP.frame_bytes, stop) == 5 * GROUP.frame_bytes:
+        pass
+    order = sorted(key.digest() for key in KEYS)
+    assert seen[:20] == order[:20]
+    assert seen[20:] == order[16:], "at most SAVE_EVERY files are read again"
+    seen.clear()
+    second.step(mount, 1 << 30, stop)
+    assert seen == order, "round and round"
+    stop.set()
+    assert second.step(mount, 1 << 30, stop) == 0
+
+
+def test_i8_second_sight_writes_what_is_used_again(tmp_path: Path) -> None:
+    rng = random.Random(8)
+    prompts = [rng.randrange(10) if rng.random() < 0.1 else 1000 + i for i in range(300)]
+    store = disk(tmp_path, admission="second_sight", size_bytes=400 * CHUNK)
+    offered: dict[int, int] = {}
+    written = 0
+    for prompt in prompts:
+        key = make_key(prompt)
+        held = holds(store, key, prompt, 4096)
+        assert held == (offered.get(prompt, 0) >= 2)
+        if not held:
+            written += put(store, key, prompt, 4096)
+            offered[prompt] = offered.get(prompt, 0) + 1
+    assert 0 < written < 0.2 * len(prompts)
+
+
+def test_second_sight_remembers_a_bounded_number() -> None:
+    admit = SecondSight(remembered=3)
+    digests = [make_key(i).digest() for i in range(5)]
+    assert [admit(digest) for digest in digests] == [False] * 5
+    assert admit(digests[4])
+    assert not admit(digests[4]), "admitted, it starts anew"
+    assert not admit(digests[0]), "forgotten"
+    assert len(admit._seen) == 3
+
+
+def test_a_rejected_admission_writes_nothing(tmp_path: Path) -> None:
+    store = disk(tmp_path, admission="second_sight")
+    assert write_one(store, KEYS[0], b"x") is REJECTED
+    assert not list(tmp_path.rglob("*.kv"))
+    assert write_one(store, KEYS[0], b"x") == Done(1)
