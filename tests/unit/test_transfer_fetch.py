@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstow.engine import Found
+from kvstow.key import ChunkKey
 from kvstow.testing.faults import Fault, unavailable
 from kvstow.tier import TierLimits
 from tests.unit.rig import FRAME_BYTES, MISS0, TOKENS, Rig, assert_bytes, fill, hit, key, keys
@@ -65,6 +66,20 @@ def test_resident_chunks_between_are_passed_over() -> None:
     assert pending(rig, "r", 1, 2, 3, 4)
     rig.settle()
     assert rig.fetch("r", 1, 2, 3, 4) == hit(4)
+
+
+def test_a_chunk_evicted_between_those_being_read_ends_the_wait_when_they_arrive() -> None:
+    rig = Rig(slots=4)
+    rig.put_below(0, 2)
+    rig.put(1)
+    rig.settle()
+    rig.fetch("r", 0, 1, 2)
+    rig.run()
+    rig.put(10, 11)
+    assert rig.found(1) == 0
+    assert pending(rig, "r", 0, 1, 2)
+    rig.settle()
+    assert rig.fetch("r", 0, 1, 2) == hit(1)
 
 
 def test_a_start_in_the_middle_needs_nothing_before_it() -> None:
@@ -130,6 +145,26 @@ def test_owners_share_a_flight() -> None:
     assert rig.pool.leased == 2
     rig.engine.forget("late")
     rig.assert_idle()
+
+
+def test_owners_of_one_long_prompt_do_not_each_walk_it_whenever_a_part_arrives() -> None:
+    rig = Rig(slots=100, max_fetch_share=1.0, limits=TierLimits(read_batch_bytes=FRAME_BYTES))
+    chunks, owners = range(60), 50
+    rig.put_below(*chunks)
+    for i in range(owners):
+        rig.fetch(f"r{i}", *chunks)
+    looks, resident = [0], rig.engine._index.resident
+
+    def look(chunk: ChunkKey) -> bool:
+        looks[0] += 1
+        return resident(chunk)
+
+    rig.engine._index.resident = look  # type: ignore[method-assign]
+    while rig.executors[0].outstanding:
+        rig.executors[0].run_next()
+        rig.engine.poll()
+    assert all(rig.fetch(f"r{i}", *chunks) == hit(60) for i in range(owners))
+    assert looks[0] < 5 * owners * len(chunks)
 
 
 def test_a_retry_does_no_work_while_nothing_changes() -> None:

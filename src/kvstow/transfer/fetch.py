@@ -57,6 +57,7 @@ class Wait:
     keys: Sequence[ChunkKey] = ()
     start: int = 0
     cursor: int = 0  # everything before it was resident when the walk came by
+    front: int = 0  # everything before it was resident or being read: where the walk goes on
     asked: set[ChunkKey] = field(default_factory=set)
     leases: dict[ChunkKey, Lease] = field(default_factory=dict)
     origins: dict[str, int] = field(default_factory=dict)  # chunks fetched for this owner, by tier
@@ -107,7 +108,7 @@ class Fetches:
             now = self._clock.monotonic()
             wait = self._waits[owner] = Wait(owner, now + self._deadline_s, now)
             self._open[wait] = None
-        wait.keys, wait.start, wait.cursor = list(keys), start, start
+        wait.keys, wait.start, wait.cursor, wait.front = list(keys), start, start, start
         wait.seen_version = -1
         if not wait.over:
             self._look_for(wait)
@@ -213,11 +214,12 @@ class Fetches:
         """Start what may start for ``wait``, in order, up to the first hole."""
         found: dict[int, list[Flight]] = {}
         room: dict[int, int] = {}
-        pending = wait.blocked = False
-        for i in range(wait.cursor, len(wait.keys)):
+        wait.blocked = False
+        pending = self._advance(wait)
+        for i in range(wait.front, len(wait.keys)):
             key = wait.keys[i]
             if self._index.resident(key):
-                wait.cursor += wait.cursor == i
+                wait.front += wait.front == i
                 continue
             filling = self._index.filling(key)
             if filling is not None and not filling.fetching:
@@ -229,7 +231,9 @@ class Fetches:
             pending = True
             if flight.stage is Stage.ASKING:
                 break
-            if flight.stage is Stage.FOUND:
+            if flight.stage is Stage.READING:
+                wait.front += wait.front == i
+            else:
                 tier = flight.tier
                 if tier not in room:
                     room[tier] = 0 if self._index.full else self._tiers[tier].room(key.group)
@@ -243,6 +247,22 @@ class Fetches:
                 wait.blocked = True
         self._set_pending(wait, pending)
         wait.seen_version = self._index.version
+
+    def _advance(self, wait: Wait) -> bool:
+        """Take note of what has become resident. True: the next chunk is being read.
+
+        The walk goes on at ``front``, not here, or a hundred owners of one long prompt would each pass over
+        everything in flight whenever a part of it arrives.
+        """
+        keys, index = wait.keys, self._index
+        while wait.cursor < len(keys) and index.resident(keys[wait.cursor]):
+            wait.cursor += 1
+        if wait.cursor < wait.front:
+            flight = self._flights.get(keys[wait.cursor])
+            if flight is not None and wait in flight.waits and flight.stage is Stage.READING:
+                return True
+        wait.front = wait.cursor
+        return False
 
     def _set_pending(self, wait: Wait, pending: bool) -> None:
         if pending and not wait.pending:
