@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvstow.device.base import Device, Transfer
 from kvstow.device import cpu
+from kvstow.device.base import Device, Transfer
 from kvstow.device.cpu import CpuDevice, TorchMover, one_thread
 from kvstow.errors import CopyError
 from kvstow.runtime import SystemClock, ThreadExecutor
