@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvstow.engine import Engine
+from kvstow.errors import SettingsError, StoreUnavailable, UnsupportedError
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
 from kvstow.policy.base import Policy
@@ -14,7 +15,17 @@ from kvstow.policy.lru import LRU
 from kvstow.policy.s3fifo import S3FIFO
 from kvstow.pool import HostPool, PoolError
 from kvstow.runtime import Clock, Executor, ThreadExecutor
-from kvstow.settings import HostFacts, Settings, available_bytes, check_host, check_pool, chunk_tokens, host_facts
+from kvstow.settings import (
+    HostFacts,
+    Settings,
+    available_bytes,
+    check_disk,
+    check_host,
+    check_pool,
+    chunk_tokens,
+    host_facts,
+)
+from kvstow.store.disk import DiskOptions, DiskStore, frame_check
 from kvstow.tier import Tier
 
 logger = logging.getLogger("kvstow")
@@ -37,12 +48,44 @@ def check(settings: Settings, layout: ChunkLayout, *, facts: HostFacts | None = 
     ``facts`` are this host's own by default; ``engines``: data parallel engines that share the host.
     """
     check_pool(settings, layout.max_frame_bytes, layout.chunk_tokens)
+    check_disk(settings, layout.max_frame_bytes)
     check_host(settings, facts or host_facts(settings.memory.pool_dir), engines)
 
 
 def copy_executor() -> Executor:
     """The one thread of a worker's device: copies end in the order in which they were asked for."""
     return ThreadExecutor("copy")
+
+
+def build_disk(
+    settings: Settings,
+    layout: ChunkLayout,
+    *,
+    clock: Clock,
+    metrics: Metrics,
+    describe: Callable[[bytes], Mapping[str, object]],
+    device: int = 0,
+) -> Tier | None:
+    """The disk tier; None: not set. ``describe`` says for people what a namespace is; ``device``: which of this
+    host's engines it is. Raises ``SettingsError`` when a directory can't be used."""
+    paths, size = settings.disk.paths, settings.disk.size
+    if not paths or size is None:
+        return None
+    options = DiskOptions(
+        size_bytes=size,
+        min_free_bytes=settings.disk.min_free,
+        volume=device if settings.disk.spread == "device" else None,
+        admission=settings.disk.admission,
+        scrub_bytes_s=settings.disk.scrub_rate,
+    )
+    order = POLICIES[settings.disk.policy]
+    try:
+        store = DiskStore(paths, options, order=order, clock=clock, describe=describe, check=frame_check())
+    except (OSError, UnsupportedError, StoreUnavailable) as error:
+        raise SettingsError(f"disk.paths {','.join(paths)} can't be used: {error}") from error
+    store.start(ThreadExecutor("disk-background"))
+    executor = ThreadExecutor("disk", threads=settings.disk.threads)
+    return Tier("disk", store, executor, layout=layout, clock=clock, metrics=metrics, set_aside=store.quarantine)
 
 
 def build_engine(

@@ -90,7 +90,9 @@ class Tier:
         metrics: Metrics,
         limits: TierLimits | None = None,
         integrity_key: bytes | None = None,
+        set_aside: Callable[[Sequence[ChunkKey]], None] | None = None,
     ) -> None:
+        """``set_aside`` removes corrupt values from the store some other way than ``delete``; on a worker."""
         self.name = name
         self.limits = limits or TierLimits()
         self.executor = executor
@@ -99,6 +101,7 @@ class Tier:
         )
         self._layout = layout
         self._integrity_key = integrity_key
+        self._set_aside = set_aside or self._store.delete
         self._clock = clock
         self._metrics = metrics
         self._calls: dict[Call, None] = {}
@@ -210,7 +213,7 @@ class Tier:
         return call
 
     def _read_checked(self, views: Sequence[tuple[ChunkKey, memoryview]]) -> list[bool | None]:
-        """On a worker: read and check. True: a whole frame; False: not there; None: corrupt, and deleted."""
+        """On a worker: read and check. True: a whole frame; False: not there; None: corrupt, and set aside."""
         good: list[bool | None] = []
         for (key, view), outcome in zip(views, self._store.read(views), strict=True):
             try:
@@ -227,7 +230,7 @@ class Tier:
         corrupt = [key for (key, _), ok in zip(views, good, strict=True) if ok is None]
         if corrupt:
             with suppress(StoreError):  # it is a miss either way; deleting is for those who come later
-                self._store.delete(corrupt)
+                self._set_aside(corrupt)
         return good
 
     def _ended_read(

@@ -18,6 +18,7 @@ from kvstow.settings import (
     Memory,
     Secret,
     Settings,
+    check_disk,
     check_host,
     check_pool,
     chunk_tokens,
@@ -42,6 +43,14 @@ SENTINELS: dict[str, tuple[str, Any, Any]] = {
     "memory.size": ("7GiB", "7GiB", 7 << 30),
     "memory.policy": ("s3fifo", "s3fifo", "s3fifo"),
     "memory.pool_dir": ("/dev/shm", "/dev/shm", "/dev/shm"),
+    "disk.paths": ("/nvme0/kv, /nvme1/kv", ["/nvme0/kv", "/nvme1/kv"], ("/nvme0/kv", "/nvme1/kv")),
+    "disk.size": ("500GB", "500GB", 500 * 10**9),
+    "disk.min_free": ("0", 0, 0),
+    "disk.spread": ("device", "device", "device"),
+    "disk.policy": ("s3fifo", "s3fifo", "s3fifo"),
+    "disk.admission": ("second_sight", "second_sight", "second_sight"),
+    "disk.scrub_rate": ("1MB", "1MB", 10**6),
+    "disk.threads": ("2", 2, 2),
 }
 KNOWN = {leaf.key: leaf for leaf in leaves()}
 
@@ -104,7 +113,7 @@ def test_precedence_rises_from_file_to_environment_to_extra_config(yaml_file: di
     effective = parse("f", env, {"memory": {"size": "3GB"}})
     memory = Memory(size=3 * 10**9, policy="s3fifo")
     assert effective.settings == Settings(chunk_size=1, fetch_deadline_ms=2, memory=memory)
-    assert effective.sources == {
+    assert {key: source for key, source in effective.sources.items() if not key.startswith("disk.")} == {
         "chunk_size": "f",
         "save_decode": "default",
         "fetch_deadline_ms": "KVSTOW_FETCH_DEADLINE_MS",
@@ -521,3 +530,23 @@ def test_every_setting_is_described() -> None:
         assert leaf.parse(leaf.show(leaf.default), from_text=True) == leaf.default
     variables = [leaf.variable for leaf in leaves()]
     assert len(set(variables)) == len(variables)
+
+
+def test_i2_a_disk_tier_without_a_limit_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"disk\.paths is set and disk\.size is not"):
+        check_disk(parse(None, {"KVSTOW_DISK_PATHS": "/a"}).settings, 4 << 20)
+    check_disk(parse(None, {"KVSTOW_DISK_SIZE": "1"}).settings, 4 << 20)
+
+
+def test_a_disk_tier_holds_some_chunks_in_each_directory() -> None:
+    frame = 4 << 20
+    least = 2 * MIN_CHUNKS * frame
+    check_disk(parse(None, {}, {"disk": {"paths": ["/a", "/b"], "size": least}}).settings, frame)
+    with pytest.raises(SettingsError, match=r"over 2 paths is less than 4 chunks of 4MiB in each"):
+        check_disk(parse(None, {}, {"disk": {"paths": ["/a", "/b"], "size": least - 1}}).settings, frame)
+
+
+@pytest.mark.parametrize("wrong", ["relative", "/a,", "/a,/a", ["/a", 3], 7, [""], "/a,./b"])
+def test_wrong_paths_are_refused(wrong: object) -> None:
+    with pytest.raises(SettingsError, match=r"disk\.paths"):
+        parse(None, {}, {"disk.paths": wrong})

@@ -1,13 +1,14 @@
 """Settings: frozen structs, parsed once. ``load`` reads this process's own, ``parse`` what it is given."""
 
-from kvstow.settings.checks import MIN_CHUNKS, check_host, check_pool, chunk_tokens
+from kvstow.settings.checks import MIN_CHUNKS, check_disk, check_host, check_pool, chunk_tokens
 from kvstow.settings.machine import HostFacts, available_bytes, host_facts
-from kvstow.settings.schema import Memory, Settings, leaves
+from kvstow.settings.schema import Disk, Memory, Settings, leaves
 from kvstow.settings.sources import Effective, Row, load, parse, variable
 from kvstow.settings.values import Secret, format_size, parse_size, redact_url
 
 __all__ = [
     "MIN_CHUNKS",
+    "Disk",
     "Effective",
     "HostFacts",
     "Memory",
@@ -15,6 +16,7 @@ __all__ = [
     "Secret",
     "Settings",
     "available_bytes",
+    "check_disk",
     "check_host",
     "check_pool",
     "chunk_tokens",

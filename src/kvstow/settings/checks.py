@@ -89,3 +89,18 @@ def _check_pool_dir(settings: Settings, facts: HostFacts) -> None:
 def _up(size: int) -> str:
     """``size`` rounded up to whole MB, as it may be written."""
     return f"{-(-size // 10**6)}MB"
+
+
+def check_disk(settings: Settings, frame_bytes: int) -> None:
+    """A disk tier needs a limit, and each directory room for ``MIN_CHUNKS`` chunks."""
+    disk = settings.disk
+    if not disk.paths:
+        return
+    if disk.size is None:
+        raise SettingsError("disk.paths is set and disk.size is not: say how much they may hold, such as 500GB")
+    least = MIN_CHUNKS * frame_bytes * len(disk.paths)
+    if disk.size < least:
+        raise SettingsError(
+            f"disk.size {format_size(disk.size)} over {len(disk.paths)} paths is less than {MIN_CHUNKS} chunks of "
+            f"{format_size(frame_bytes)} in each. Set disk.size to at least {_up(least)}"
+        )

@@ -12,11 +12,14 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_ori
 import msgspec
 from msgspec import Meta, Struct
 
-from kvstow.settings.values import Secret, format_size, parse_size
+from kvstow.settings.values import Secret, format_size, parse_paths, parse_size
 
 SIZE: Final = "size"
 SECRET: Final = "secret"
+PATHS: Final = "paths"
 DEFAULT_MEMORY_BYTES: Final = 5_000_000_000
+DEFAULT_MIN_FREE_BYTES: Final = 1_000_000_000
+DEFAULT_SCRUB_BYTES_S: Final = 10_000_000  # a terabyte in 28 hours
 
 
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +46,61 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
 
 
+class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The disk tier: files that outlive the engine, in directories that several engines may share."""
+
+    paths: Annotated[
+        tuple[str, ...] | None,
+        Meta(
+            extra={"kind": PATHS},
+            description="Directories for chunks, on local NVMe, one for each disk. Unset: no disk tier.",
+        ),
+    ] = None
+    size: Annotated[
+        int | None,
+        Meta(
+            extra={"kind": SIZE},
+            description="The most that all directories together hold, each an even part; needed with `disk.paths`. It "
+            "holds for the directories: for all engines that share them, and for what earlier ones left there.",
+        ),
+    ] = None
+    min_free: Annotated[
+        int,
+        Meta(
+            extra={"kind": SIZE},
+            description="What stays free on each directory's filesystem: chunks make room when others fill it.",
+        ),
+    ] = DEFAULT_MIN_FREE_BYTES
+    spread: Annotated[
+        Literal["key", "device"],
+        Meta(
+            description="Which of several directories a chunk goes to: by its key, or all of an engine's to one, "
+            "chosen by its data parallel rank on the host."
+        ),
+    ] = "key"
+    policy: Annotated[
+        Literal["lru", "s3fifo"],
+        Meta(description="Which chunk makes room, in each directory. After a restart the order is that of last use."),
+    ] = "lru"
+    admission: Annotated[
+        Literal["all", "second_sight"],
+        Meta(
+            description="What is written: every chunk, or one that is offered a second time after memory dropped it, "
+            "so that prompts that come once don't wear the disk."
+        ),
+    ] = "all"
+    scrub_rate: Annotated[
+        int,
+        Meta(
+            extra={"kind": SIZE},
+            description="Bytes a second that are read and verified in the background, each directory; 0: none.",
+        ),
+    ] = DEFAULT_SCRUB_BYTES_S
+    threads: Annotated[
+        int, Meta(ge=1, le=64, description="Chunks that are read or written at the same time.")
+    ] = 4
+
+
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one engine."""
 
@@ -67,10 +125,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 200
     memory: Memory = Memory()
+    disk: Disk = Disk()
 
 
 class Leaf(NamedTuple):
-    """One setting. ``kind`` is empty, ``size`` or ``secret``."""
+    """One setting. ``kind`` is empty, ``size``, ``secret`` or ``paths``."""
 
     key: str
     section: str
@@ -91,6 +150,8 @@ class Leaf(NamedTuple):
             return "size"
         if self.kind == SECRET:
             return "secret text"
+        if self.kind == PATHS:
+            return "paths, a list or comma-separated"
         return " or ".join(_words(self.type))
 
     @property
@@ -103,6 +164,8 @@ class Leaf(NamedTuple):
             return "null"
         if self.kind == SIZE:
             return format_size(value)
+        if self.kind == PATHS:
+            return ",".join(value)
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def parse(self, raw: object, *, from_text: bool) -> Any:
@@ -116,6 +179,8 @@ class Leaf(NamedTuple):
             raise ValueError("it is empty")
         if self.kind == SIZE:
             return parse_size(raw)
+        if self.kind == PATHS:
+            return parse_paths(raw)
         if self.kind == SECRET:
             if not isinstance(raw, str):
                 raise ValueError("expected text")

@@ -47,6 +47,19 @@ def format_size(size: int) -> str:
     return f"{size}B"
 
 
+def parse_paths(value: object) -> tuple[str, ...]:
+    """Absolute paths of a list, or of text in which commas separate them. Raises ValueError."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise ValueError("expected paths: a list, or text with commas between them")
+    paths = tuple(part.strip() for part in parts)
+    if not all(path.startswith("/") for path in paths):
+        raise ValueError("expected absolute paths")
+    if len(set(paths)) < len(paths):
+        raise ValueError("expected each path once")
+    return paths
+
+
 class Secret:
     """A value that is shown masked: of a URL only its password, anything else entirely.
 
