@@ -87,18 +87,18 @@ def ask(console: Console, server: Server) -> Side:
 
 def table(ram: Side, device: Side) -> Table:
     shown = Table(title="One prompt, asked again: SmolLM2-135M on vLLM's CPU build")
-    shown.add_column("")
-    for column in ("prompt", "TTFT", "restored", "speed-up", "same text"):
+    shown.add_column("", no_wrap=True)
+    for column in ("prompt tokens", "TTFT", "tokens restored", "speed-up", "same text"):
         shown.add_column(column, justify="right")
 
     def row(name: str, side: Side, ttft_s: float, restored: str, same: bool | None) -> None:
         speed_up = f"{side.cold.ttft_s / ttft_s:.1f} ×" if same is not None else ""
         text = {None: "", True: "[green]yes[/green]", False: "[red]no[/red]"}[same]
-        shown.add_row(name, f"{side.cold.prompt_tokens:,} tokens", f"{ttft_s:.3f} s", restored, speed_up, text)
+        shown.add_row(name, f"{side.cold.prompt_tokens:,}", f"{ttft_s:.3f} s", restored, speed_up, text)
 
-    row("cold, all computed", ram, ram.cold.ttft_s, "", None)
-    row("kvstow, from RAM", ram, ram.ttft_s, f"{ram.restored_tokens:,} tokens", ram.identical)
-    row("vLLM's prefix cache", device, device.ttft_s, "", device.identical)
+    row("cold: computed", ram, ram.cold.ttft_s, "", None)
+    row("kvstow from RAM", ram, ram.ttft_s, f"{ram.restored_tokens:,}", ram.identical)
+    row("vLLM prefix cache", device, device.ttft_s, "", device.identical)
     return shown
 
 
