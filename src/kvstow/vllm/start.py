@@ -11,12 +11,20 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from kvstow import build
 from kvstow.device.base import Device
 from kvstow.errors import UnsupportedError
+from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.pool import PoolRef
 from kvstow.runtime import SystemClock
-from kvstow.settings import Effective, load
+from kvstow.settings import Effective, Settings, load, variable
+from kvstow.tier import Tier
 from kvstow.vllm.groups import block_geometry, device_specs, kv_shard
-from kvstow.vllm.identity import attention_backends, model_identity
+from kvstow.vllm.identity import (
+    SEED_VARIABLE,
+    Identity,
+    attention_backends,
+    model_identity,
+    require_fixed_root,
+)
 from kvstow.vllm.metadata import Hello, Mount
 from kvstow.vllm.requests import Rules
 from kvstow.vllm.scheduler import SchedulerSide, check_ranks
@@ -77,6 +85,9 @@ def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Work
 def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """What must happen in the scheduler's constructor: vLLM reads the load failure policy right after it."""
     block_geometry(vllm_config, kv_cache_config)
+    if _settings(vllm_config).settings.disk.paths:
+        algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+        require_fixed_root(algorithm, variable(SEED_VARIABLE), "disk")
     transfer = _transfer(vllm_config)
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
@@ -100,7 +111,9 @@ def scheduler_side(
     identity = model_identity(vllm_config, [groups[shard] for shard in order], layout.chunk_tokens, backends)
     metrics, clock = Metrics(), SystemClock()
     transfer = _transfer(vllm_config)
-    pool, engine = build.build_engine(settings, layout, name=str(transfer.engine_id), clock=clock, metrics=metrics)
+    tiers = _lower_tiers(vllm_config, settings, layout, identity, clock, metrics)
+    name = str(transfer.engine_id)
+    pool, engine = build.build_engine(settings, layout, name=name, clock=clock, metrics=metrics, tiers=tiers)
     logger.info(
         "kvstow is ready: chunks of %d tokens, %.2f MB each; host pool of %d chunks (%d tokens), %.2f GB; namespace %s",
         *(layout.chunk_tokens, layout.max_frame_bytes / 1e6, pool.slots, pool.slots * layout.chunk_tokens),
@@ -119,6 +132,28 @@ def scheduler_side(
         clock=clock,
         metrics=metrics,
     )
+
+
+def _lower_tiers(
+    vllm_config: VllmConfig,
+    settings: Settings,
+    layout: ChunkLayout,
+    identity: Identity,
+    clock: SystemClock,
+    metrics: Metrics,
+) -> list[Tier]:
+    """Below the pool, the nearest first. Raises ``UnsupportedError`` where this KV must not outlive the process."""
+
+    def describe(namespace: bytes) -> dict[str, str]:
+        """Of an adapter's namespace, or the one after a reset, it is known what it came from."""
+        about = identity.describe()
+        return about if namespace == identity.namespace else {"parent": about.pop("namespace"), **about}
+
+    if settings.disk.paths and identity.not_persistent is not None:
+        raise UnsupportedError(f"disk.paths is set, but this KV can't be kept on disk: {identity.not_persistent}")
+    device = vllm_config.parallel_config.data_parallel_rank_local or 0
+    disk = build.build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device)
+    return [disk] if disk is not None else []
 
 
 def _mount(pool: PoolRef, hellos: dict[tuple[int, int], Hello], order: list[tuple[int, int]]) -> Mount:
