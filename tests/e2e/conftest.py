@@ -1,0 +1,44 @@
+"""Each scenario is run once a session, in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 900.0
+
+
+@functools.cache
+def _scenario(name: str) -> Any:
+    folder = Path(tempfile.mkdtemp(prefix="kvstow-e2e-"))
+    result = folder / "result.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.scenarios", name, str(result)],
+        cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        env={k: v for k, v in os.environ.items() if not k.startswith("KVSTOW_")},
+    )  # fmt: skip
+    if done.returncode:
+        pytest.fail(f"scenario {name} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}")
+    seen = json.loads(result.read_text())
+    shutil.rmtree(folder)
+    return seen
+
+
+@pytest.fixture
+def scenario() -> Callable[[str], Any]:
+    """Result of a scenario of ``tests/e2e/scenarios.py``; skips where vLLM isn't installed."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: run this with `make test`")
+    return _scenario
