@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvstow.testing.sim_requests import SimRequest
-from kvstow.testing.simulator import Simulator, SimRules
+from kvstow.testing.simulator import SimRules, Simulator
 from tests.engine_contract.scenario import Traffic, random_failures, random_shape
 from tests.engine_contract.seeds import seeds
 from tests.engine_contract.stack import Stack, build_stack
@@ -65,7 +65,17 @@ def run_seed(seed: int) -> tuple[Stack, Simulator]:
         raise AssertionError("the engine never gets to sleep")
     simulator.check_idle()
     stack.check_idle()
+    if not any(worker.weights for worker in stack.workers):
+        for request in everyone:
+            check_output(stack, request)
     return stack, simulator
+
+
+def check_output(stack: Stack, request: SimRequest) -> None:
+    """The tokens are those of an engine without any cache."""
+    for index, token in enumerate(request.output_token_ids):
+        known = request.all_token_ids[: request.num_prompt_tokens + index]
+        assert token == stack.workers[0].expected_token(known), f"{request.request_id}: output {index}"
 
 
 BATCH = 20

@@ -78,7 +78,8 @@ class SimRequest:
             start = len(self.block_hashes) * size
             digest = hashlib.blake2b(self.block_hashes[-1] if start else b"root", digest_size=32)
             name = getattr(self.lora_request, "lora_name", None)
-            digest.update(repr((self.all_token_ids[start : start + size], start == 0 and self.cache_salt, name)).encode())
+            salt = self.cache_salt if start == 0 else None
+            digest.update(repr((self.all_token_ids[start : start + size], salt, name)).encode())
             self.block_hashes.append(digest.digest())
 
 

@@ -40,6 +40,7 @@ class SimRules:
     refuse_allocation: float = 0.0
     ignore_hit: float = 0.0
     preempt: float = 0.0
+    resume_last: bool = False  # others are admitted before a preempted request is again
 
 
 @dataclass(slots=True)
@@ -199,7 +200,7 @@ class Simulator:
         request.num_computed_tokens = 0
         request.spec_token_ids = []
         request.num_preemptions += 1
-        self.waiting.insert(0, request)
+        self.waiting.insert(len(self.waiting) if self.rules.resume_last else 0, request)
 
     def _admit(self, request: SimRequest, budget: int, output: SimOutput) -> int | None:
         """Schedule a waiting request or start its load; returns its tokens. None: no more are admitted."""
@@ -310,7 +311,7 @@ class Simulator:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.rules.block_tokens)
 
-    # --- execution and results -----------------------------------------------------------------------------------------
+    # --- execution and results ---------------------------------------------------------------------------------------
 
     def execute(self, output: SimOutput) -> list[RankOutput]:
         """Every rank's result; the first rank's sampled tokens count."""
