@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvstow import __version__
+from kvstow.cli import disk
 from kvstow.errors import KVStowError, SettingsError
 from kvstow.settings import Effective, load
 
@@ -19,6 +20,8 @@ EXIT_FAILED = 1
 app = typer.Typer(
     help="KV cache offloading for vLLM.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+app.add_typer(disk.app, name="disk")
+app.command()(disk.namespaces)
 
 
 class Page(StrEnum):

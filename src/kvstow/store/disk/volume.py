@@ -21,6 +21,7 @@ from kvstow.store.disk.index import Found, Index, Order
 from kvstow.store.disk.ledger import LedgerGone
 from kvstow.store.disk.mount import Mount, attach, faults, is_regular, reap
 from kvstow.store.disk.quarantine import quarantine, shrink
+from kvstow.store.disk.remove import remove_chunk, remove_empty_namespace
 from kvstow.store.disk.scan import Count, allocated_bytes, scan
 
 logger = logging.getLogger("kvstow")
@@ -64,6 +65,7 @@ class Volume:
         self._direct = direct
         self._index = Index(order)
         self._bad: dict[bytes, None] = {}
+        self._written: set[bytes] = set()  # namespaces; a handful
         self._mount: Mount | None = None
         self._last: Mount | None = None
         self._attaching = threading.Lock()
@@ -178,6 +180,7 @@ class Volume:
                 (mount.ledger.publish if published else mount.ledger.release)(size)
             if not published:
                 return REJECTED
+            self._written.add(namespace)
             self._index.add(namespace, [Found(digest, mount.ledger.rounded(size), self._clock.wall())])
             return Done(size)
 
@@ -185,7 +188,7 @@ class Volume:
         with self._at("deleting") as mount:
             self._index.drop(digest)
             self._bad.pop(digest, None)
-            mount.ledger.remove(self._remove(mount, namespace, digest))
+            mount.ledger.remove(remove_chunk(mount, namespace, digest))
 
     def set_aside(self, namespace: bytes, digest: bytes, why: str) -> None:
         """Quarantine a bad file. Where the filesystem is read-only it is remembered as bad instead."""
@@ -276,20 +279,9 @@ class Volume:
             victim = self._index.victim() if freed < wanted else None
             if victim is None:
                 break
-            freed += self._remove(mount, *victim)
+            freed += remove_chunk(mount, *victim)
         mount.ledger.remove(freed)
         return freed or shrink(mount, 0, 0)
-
-    def _remove(self, mount: Mount, namespace: bytes, digest: bytes) -> int:
-        """Remove a chunk's file. Returns what that frees; 0 if another remover was faster: each file counts once."""
-        trash, root = mount.temporary(), mount.root.number
-        try:
-            os.rename(names.chunk_path(namespace, digest), trash, src_dir_fd=root, dst_dir_fd=root)
-        except FileNotFoundError:
-            return 0
-        result = os.stat(trash, dir_fd=root, follow_symlinks=False)
-        os.unlink(trash, dir_fd=root)
-        return allocated_bytes(result, mount.ledger)
 
     # --- background -----------------------------------------------------------------------------------------------
 
@@ -311,6 +303,9 @@ class Volume:
         count = scan(mount.root, mount.ledger, self._index.add, stop=stop, pause_s=pause_s)
         if count is not None:
             self._index.end_scan()
+            for namespace in count.namespaces:
+                if not namespace.chunks and bytes.fromhex(namespace.name) not in self._written:
+                    remove_empty_namespace(mount, namespace.name)
             used = mount.ledger.reconcile(before, count.bytes).used_bytes or 0
             if used > self.limits.size_bytes:
                 self._evict(mount, used - self.limits.size_bytes)

@@ -1,0 +1,116 @@
+"""What an operator asks of a data directory, beside any server that uses it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from kvstow.errors import StoreRefused
+from kvstow.store.disk import names
+from kvstow.store.disk.files import Fd
+from kvstow.store.disk.mount import Mount, attach, faults, reap
+from kvstow.store.disk.quarantine import quarantine, shrink
+from kvstow.store.disk.remove import remove_chunk, remove_empty_namespace
+from kvstow.store.disk.scan import Count, list_directory, scan
+from kvstow.store.disk.scrub import Check, Verified, chunks_after, verify
+
+MAX_ABOUT_BYTES: Final = 1 << 20  # of a namespace.json
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """``counted`` by a walk; ``ledger_bytes`` is what the processes think, reservations included."""
+
+    path: str
+    counted: Count
+    ledger_bytes: int | None
+    processes: int
+    free_bytes: int
+
+
+class DataDirectory:
+    """One data directory. It takes part as a process does, so nothing it does upsets a server's count."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ``StoreRefused`` for a directory that no disk tier has used: none is made."""
+        if not os.path.isfile(os.path.join(path, names.LEDGER)):
+            raise StoreRefused(f"{path} holds no kvstow chunks: it has no {names.LEDGER} file")
+        self.path = path
+        with faults(f"opening {path}"):
+            self._mount: Mount = attach(path)
+
+    def close(self) -> None:
+        self._mount.detach()
+
+    def __enter__(self) -> DataDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def usage(self) -> Usage:
+        """Count everything; the ledger is brought in line with it."""
+        with faults(f"counting {self.path}"):
+            ledger = self._mount.ledger
+            before = ledger.look()
+            count = scan(self._mount.root, ledger, lambda _, __: None, stop=threading.Event())
+            assert count is not None, "nobody stopped it"
+            book = ledger.reconcile(before, count.bytes)
+            return Usage(self.path, count, book.used_bytes, len(book.reserved) - 1, self._mount.free_bytes())
+
+    def about(self, namespace: str) -> Mapping[str, Any]:
+        """What ``namespace.json`` says; empty where it can't be read."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            fd = Fd(os.open(f"{namespace}/{names.NAMESPACE_JSON}", flags, dir_fd=self._mount.root.number))
+            return msgspec.json.decode(os.pread(fd.number, MAX_ABOUT_BYTES, 0), type=dict[str, Any])
+        except (OSError, msgspec.DecodeError):
+            return {}
+
+    def verify(self, check: Check, *, set_aside: bool) -> Iterator[Verified]:
+        """Every chunk, checked. Bad ones are moved to the quarantine if asked for."""
+        buffer: mmap.mmap | None = None
+        with faults(f"verifying {self.path}"):
+            for path in chunks_after(self._mount.root, ""):
+                result, buffer = verify(self._mount, path, check, buffer)
+                if result is None:
+                    continue
+                if set_aside and not result.good:
+                    quarantine(self._mount, path, result.digest, "corrupt", 1 << 62)
+                yield result
+
+    def remove(self, chosen: Callable[[str, float], bool]) -> tuple[int, int]:
+        """Remove the chunks of which ``chosen(namespace, last use)`` is true. Returns how many, and their bytes."""
+        removed = freed = 0
+
+        def found(namespace: bytes, chunks: list[Any]) -> None:
+            nonlocal removed, freed
+            size = 0
+            for chunk in chunks:
+                if chosen(namespace.hex(), chunk.used_s):
+                    got = remove_chunk(self._mount, namespace, chunk.digest)
+                    removed += got > 0
+                    size += got
+            self._mount.ledger.remove(size)
+            freed += size
+
+        with faults(f"removing chunks in {self.path}"):
+            count = scan(self._mount.root, self._mount.ledger, found, stop=threading.Event())
+            for namespace in count.namespaces if count else []:
+                remove_empty_namespace(self._mount, namespace.name)
+        return removed, freed
+
+    def tidy(self) -> int:
+        """Clear up after dead processes and empty the quarantine. Returns the bytes freed of the latter."""
+        with faults(f"clearing up {self.path}"):
+            reap(self._mount)
+            return shrink(self._mount, 0, 0)
+
+    def namespaces(self) -> list[str]:
+        return sorted(name for name, _ in list_directory(self._mount.root, ".") if names.is_namespace(name))

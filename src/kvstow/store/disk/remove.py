@@ -1,0 +1,43 @@
+"""Removing chunks and what is left of namespaces, counted once whoever removes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from kvstow.store.disk import names
+from kvstow.store.disk.mount import Mount
+from kvstow.store.disk.scan import allocated_bytes, list_directory
+
+
+def remove_chunk(mount: Mount, namespace: bytes, digest: bytes) -> int:
+    """Remove a chunk's file. Returns what that frees, for the ledger; 0 if another remover was faster.
+
+    It is renamed first, so that of several removers one counts it. Raises ``OSError``.
+    """
+    trash, root = mount.temporary(), mount.root.number
+    try:
+        os.rename(names.chunk_path(namespace, digest), trash, src_dir_fd=root, dst_dir_fd=root)
+    except FileNotFoundError:
+        return 0
+    result = os.stat(trash, dir_fd=root, follow_symlinks=False)
+    os.unlink(trash, dir_fd=root)
+    return allocated_bytes(result, mount.ledger)
+
+
+def remove_empty_namespace(mount: Mount, name: str) -> bool:
+    """Remove the directories of a namespace that holds no chunks, and what is not ours stays. A writer that comes
+    meanwhile makes them anew. The next count notices what that freed. True: it is gone."""
+    root = mount.root.number
+    for first in names.DIGITS:
+        for second in names.DIGITS:
+            with suppress(OSError):
+                os.rmdir(f"{name}/{first}/{second}", dir_fd=root)
+        with suppress(OSError):
+            os.rmdir(f"{name}/{first}", dir_fd=root)
+    with suppress(OSError):
+        if {entry.name for entry in list_directory(mount.root, name)} <= {names.NAMESPACE_JSON}:
+            os.unlink(f"{name}/{names.NAMESPACE_JSON}", dir_fd=root)
+    with suppress(OSError):
+        os.rmdir(name, dir_fd=root)
+    return mount.kind(name) is None
