@@ -339,8 +339,8 @@ class SchedulerSide:
             else ("Stored %d out of %d total tokens", (sent.total_tokens,))
         )
         logger.info(
-            what + ", size: %.4f GB, cost %.1f ms, throughput: %.2f GB/s, request %s",
-            *(moved, *wanted, report.moved_bytes / 1e9, report.seconds * 1e3, rate, sent.req_id),
+            what + ", size: %.2f MB, cost %.1f ms, throughput: %.2f GB/s, request %s",
+            *(moved, *wanted, report.moved_bytes / 1e6, report.seconds * 1e3, rate, sent.req_id),
         )
 
     # --- ends ----------------------------------------------------------------------------------------------------
