@@ -128,6 +128,15 @@ def test_commands_exist() -> None:
         assert {word for word in words if word.startswith("-")} <= known, (where, line)
 
 
+def test_every_command_is_in_the_reference() -> None:
+    def names(command: Any, prefix: str) -> list[str]:
+        inner = getattr(command, "commands", None)
+        return [prefix] if inner is None else [n for word, c in inner.items() for n in names(c, f"{prefix} {word}")]
+
+    page = (DOCS / "reference" / "cli.md").read_text()
+    assert [line for line in names(typer.main.get_command(app), "kvstow") if f"`{line}" not in page] == []
+
+
 def test_messages_are_as_the_code_says_them() -> None:
     known = "\n".join(texts())
     section = ""
