@@ -167,6 +167,9 @@ def main(target: str) -> int:
         except EnvError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            print("\ninterrupted; run it again to go on", file=sys.stderr)
+            return 130
     return 0
 
 
