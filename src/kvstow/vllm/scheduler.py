@@ -41,6 +41,7 @@ class _Sent:
     moved_tokens: int
     total_tokens: int
     since_s: float
+    level: int  # of its line in the log
     lost: bool = False  # part of a load had no place any more: the workers report its blocks
     report: JobReport = field(default_factory=lambda: JobReport(0, set(), 0, 0.0))
 
@@ -204,10 +205,13 @@ class SchedulerSide:
     def _new_job(
         self, tracked: Tracked, copies: list[Copy], leases: list[Lease], *, load: bool, required: int, moved: int
     ) -> Job:
-        job = Job(self._next_job, tracked.request.request_id, copies)
+        request = tracked.request
+        job = Job(self._next_job, request.request_id, copies)
         self._next_job += 1
+        # Chunks of a request that decodes come one by one, several in every step of a busy engine: no line for each.
+        level = logging.DEBUG if request.num_output_tokens and not load else logging.INFO
         self._sent[job.job] = _Sent(
-            job.req_id, load, leases, required, moved, tracked.request.num_tokens, self._clock.monotonic()
+            job.req_id, load, leases, required, moved, request.num_tokens, self._clock.monotonic(), level
         )
         return job
 
@@ -328,7 +332,7 @@ class SchedulerSide:
         self._log(sent, done)
 
     def _log(self, sent: _Sent, done: int) -> None:
-        if not logger.isEnabledFor(logging.INFO):
+        if not logger.isEnabledFor(sent.level):
             return
         report = sent.report
         moved = sent.moved_tokens if done == len(sent.leases) else done * self._rules.chunk_tokens
@@ -338,7 +342,8 @@ class SchedulerSide:
             if sent.load
             else ("Stored %d out of %d total tokens", (sent.total_tokens,))
         )
-        logger.info(
+        logger.log(
+            sent.level,
             what + ", size: %.2f MB, cost %.1f ms, throughput: %.2f GB/s, request %s",
             *(moved, *wanted, report.moved_bytes / 1e6, report.seconds * 1e3, rate, sent.req_id),
         )
