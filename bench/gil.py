@@ -34,7 +34,7 @@ THREADS: Final = 2
 CHUNKS: Final = 32
 REQUESTS: Final = 2000
 STEPS: Final = 250  # of the victim in one measurement: some 0.5 s
-ROUNDS: Final = 15
+ROUNDS: Final = 21
 
 
 def victim() -> float:
