@@ -71,6 +71,14 @@ def test_vllm_metrics_exist() -> None:
             assert f'"{metric.removesuffix("_total")}"' in known, f"{name(page)}: {metric}"
 
 
+def test_parts_of_the_benchmark_exist() -> None:
+    from bench.__main__ import PARTS
+
+    shown = [part for block in blocks("bash") for part in re.findall(r"--only (\w+)", block.body)]
+    assert shown
+    assert set(shown) <= set(PARTS)
+
+
 def test_the_tour_has_a_sentence_for_every_package() -> None:
     parts = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     first = (row[0].strip("`") for row in rows(DOCS / "tour.md"))
