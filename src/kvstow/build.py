@@ -85,7 +85,14 @@ def build_disk(
         raise SettingsError(f"disk.paths {','.join(paths)} can't be used: {error}") from error
     store.start(ThreadExecutor("disk-background"))
     executor = ThreadExecutor("disk", threads=settings.disk.threads)
-    return Tier("disk", store, executor, layout=layout, clock=clock, metrics=metrics, set_aside=store.quarantine)
+    return Tier(
+        *("disk", store, executor),
+        layout=layout,
+        clock=clock,
+        metrics=metrics,
+        set_aside=store.quarantine,
+        take_corrupt=store.take_corrupt,
+    )
 
 
 def build_engine(

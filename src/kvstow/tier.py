@@ -91,8 +91,10 @@ class Tier:
         limits: TierLimits | None = None,
         integrity_key: bytes | None = None,
         set_aside: Callable[[Sequence[ChunkKey]], None] | None = None,
+        take_corrupt: Callable[[], int] | None = None,
     ) -> None:
-        """``set_aside`` removes corrupt values from the store some other way than ``delete``; on a worker."""
+        """``set_aside`` removes corrupt values from the store some other way than ``delete``; on a worker.
+        ``take_corrupt`` says how many the store found by itself since it was last asked, to be counted too."""
         self.name = name
         self.limits = limits or TierLimits()
         self.executor = executor
@@ -102,6 +104,7 @@ class Tier:
         self._layout = layout
         self._integrity_key = integrity_key
         self._set_aside = set_aside or self._store.delete
+        self._take_corrupt = take_corrupt
         self._clock = clock
         self._metrics = metrics
         self._calls: dict[Call, None] = {}
@@ -130,6 +133,8 @@ class Tier:
 
     def poll(self) -> int:
         """Take the results of ended calls and look for hung ones. Returns how many ended."""
+        if self._take_corrupt is not None and (corrupt := self._take_corrupt()):
+            self._metrics.count("corrupt_chunks", corrupt, tier=self.name)
         if not self._calls and not self.executor.outstanding and self._shown is BreakerState.CLOSED:
             return 0
         ended = self.executor.poll()

@@ -209,6 +209,25 @@ def test_the_background_thread_scans_and_reaps(tmp_path: Path) -> None:
     assert executor.close(30.0)
 
 
+def test_the_background_scrub_sets_aside_and_counts(tmp_path: Path) -> None:
+    seen: list[bytes] = []
+
+    def check(digest: bytes, _: memoryview) -> bool:
+        seen.append(digest)
+        return digest != KEYS[3].digest()
+
+    store = disk(tmp_path, check=check, scrub_bytes_s=64 * MIB)
+    for i in range(8):
+        put(store, KEYS[i], i)
+    executor = ThreadExecutor("disk-background")
+    store.start(executor)
+    assert _wait(lambda: len(seen) == 8 and len(os.listdir(tmp_path / "quarantine")) == 1)
+    store.close()
+    assert executor.close(30.0)
+    assert store.take_corrupt() == 1
+    assert store.take_corrupt() == 0
+
+
 def _wait(condition: object) -> bool:
     pause = threading.Event()
     for _ in range(3000):

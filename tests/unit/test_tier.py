@@ -274,3 +274,20 @@ def test_an_integrity_key_refuses_what_is_not_keyed_with_it() -> None:
     rig.executors[0].run_all()
     keyed.poll()
     assert good == [False]
+
+
+def test_corrupt_values_are_set_aside_as_the_tier_was_told_and_those_found_elsewhere_counted() -> None:
+    rig = Rig(slots=4, tiers=1)
+    [tier] = rig.tiers
+    aside: list[object] = []
+    tier._set_aside = aside.extend
+    elsewhere = iter([2])
+    tier._take_corrupt = lambda: next(elsewhere, 0)
+    rig.inners[0].write([(key(1), [memoryview(b"not a frame")])])
+    rig.fetch("a", 1)
+    rig.settle()
+    assert aside == [key(1)]
+    assert rig.below(1) == [True], "set aside is not deleted"
+    tier.poll()
+    taken = rig.metrics.take() or {}
+    assert taken["counters"]["corrupt_chunks|t0"] == 3

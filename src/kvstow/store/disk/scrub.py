@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from kvstow.store.disk import files, names
 from kvstow.store.disk.files import Fd
-from kvstow.store.disk.mount import Mount, try_lock
+from kvstow.store.disk.mount import Mount, is_regular, try_lock
 from kvstow.store.disk.scan import list_directory, namespaces
 
 SAVE_EVERY: Final = 16  # files between two saves of the cursor: at most these are read again after a restart
@@ -53,9 +53,12 @@ def verify(mount: Mount, path: str, check: Check, buffer: mmap.mmap | None) -> t
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
             return None, buffer
         raise
-    length = os.fstat(fd.number).st_size
-    if digest is None or not length:
-        return (None if digest is None else Verified(namespace, digest, 0, False)), buffer
+    result = os.fstat(fd.number)
+    length = result.st_size
+    if digest is None or not is_regular(result):
+        return None, buffer
+    if not length:
+        return Verified(namespace, digest, 0, False), buffer
     if buffer is None or len(buffer) < length:
         buffer = mmap.mmap(-1, length)
     with memoryview(buffer) as whole, whole[:length] as view:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,8 @@ from kvstow.store.disk.index import Order
 from kvstow.store.disk.scan import Count
 from kvstow.store.disk.scrub import Check, Scrub
 from kvstow.store.disk.volume import Volume, VolumeLimits
+
+logger = logging.getLogger("kvstow")
 
 TICK_S: Final = 1.0  # between two rounds of background work
 SCAN_AGAIN_S: Final = 10.0  # at the earliest, when a directory is full of what is not known
@@ -66,6 +69,8 @@ class DiskStore:
         admit = SecondSight() if options.admission == "second_sight" else admit_all
         self._clock = clock
         self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._found_corrupt = 0
         self._options = options
         self._volumes = [
             Volume(path, limits, order(), clock, describe=describe, admit=admit, direct=options.direct)
@@ -113,6 +118,12 @@ class DiskStore:
             volume, (namespace, digest) = self._place(key)
             volume.set_aside(namespace, digest, "corrupt")
 
+    def take_corrupt(self) -> int:
+        """How many corrupt values the scrub has set aside since the last call."""
+        with self._lock:
+            found, self._found_corrupt = self._found_corrupt, 0
+        return found
+
     @property
     def used_bytes(self) -> int | None:
         """What all directories hold, as all processes agree; None while it is not known, after a crash."""
@@ -135,7 +146,13 @@ class DiskStore:
         return self._volumes[which % len(self._volumes)], (bytes(key.namespace), digest)
 
     def _corrupt(self, volume: Volume) -> Callable[[bytes, bytes], None]:
-        return lambda namespace, digest: volume.set_aside(namespace, digest, "corrupt")
+        def bad(namespace: bytes, digest: bytes) -> None:
+            logger.warning("The scrub found a corrupt chunk in %s and moved it to the quarantine", volume.path)
+            with self._lock:
+                self._found_corrupt += 1
+            volume.set_aside(namespace, digest, "corrupt")
+
+        return bad
 
     def _maintain(self) -> None:
         due = [_Due() for _ in self._volumes]
