@@ -68,7 +68,7 @@ def _make_device(kind: str) -> Device:
     if kind == "cuda":
         from kvstow.device.cuda import CudaDevice
 
-        return CudaDevice(build.copy_executor())
+        return CudaDevice(build.copy_executor(), SystemClock())
     raise UnsupportedError(f"kvstow has no device for torch's {kind!r} tensors; it serves cpu and cuda")
 
 
