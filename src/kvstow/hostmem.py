@@ -1,8 +1,8 @@
 """Host memory shared by the engine's processes, which nobody has to clean up.
 
 The scheduler's process creates it, each worker maps it. Either a memfd, which has no name and goes with the last
-process that maps it, or a file in ``pool_dir``, held under flock as long as its creator lives and unlinked by the next
-creator afterwards. docs/decisions/0001-pool-memory.md says why, with measurements.
+process that maps it, or a file in ``pool_dir``, whose name is taken away once every worker has mapped it; until then it
+is held under flock, and where its creator dies the next one unlinks it. docs/decisions/0001-pool-memory.md says why, with measurements.
 """
 
 from __future__ import annotations
@@ -109,13 +109,17 @@ class HostMemory:
             except OSError as error:
                 raise _refused(error, self.ref.size_bytes, None) from error
 
+    def unname(self) -> None:
+        """Take the file's name away: whoever has mapped it keeps it, and a kill leaves nothing behind. Idempotent."""
+        if self.ref.path is not None:
+            _unlink(self.ref.path)
+
     def close(self) -> None:
         """Give the memory back, or leave that to the last view that is still held. Idempotent."""
         with self._open:
             if self._fd < 0:
                 return
-            if self.ref.path is not None:
-                _unlink(self.ref.path)
+            self.unname()
             os.close(self._fd)
             self._fd = -1
         self.view.release()
@@ -133,7 +137,7 @@ def map_memory(ref: PoolRef) -> memoryview:
     except OSError as error:
         raise UnsupportedError(
             f"cannot open the host pool {ref.name!r} of process {ref.pid} at {path}: {error.strerror}. Scheduler and "
-            "workers must run on one host as one user and see each other's processes; where they can't, set pool_dir "
+            "workers must run on one host as one user and see each other's processes; where they can't, set memory.pool_dir "
             "to a directory that all of them share, such as /dev/shm"
         ) from error
     try:

@@ -167,6 +167,10 @@ class HostPool:
             )
         self._memory.reserve(offset, length)
 
+    def unname(self) -> None:
+        """Every worker has mapped the pool: nobody needs its file's name any more."""
+        self._memory.unname()
+
     def reserve(self, group: int = 0) -> Lease | None:
         """A free slot to fill with a chunk of ``group``. ``None``: there is none; evict and ask again."""
         if not self._free:

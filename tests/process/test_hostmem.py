@@ -148,6 +148,17 @@ def test_close_leaves_nothing_and_may_come_twice(memory: HostMemory) -> None:
         assert not os.path.exists(ref.path)
 
 
+def test_j4_once_unnamed_nothing_is_left_to_clean_up_and_the_bytes_stay_shared(tmp_path: Path) -> None:
+    memory = HostMemory.in_directory(SIZE, "test", str(tmp_path))
+    mapped = map_memory(memory.ref)
+    memory.unname()
+    memory.unname()
+    assert os.listdir(tmp_path) == []
+    memory.view[:4] = b"seen"
+    assert bytes(mapped[:4]) == b"seen"
+    memory.close()
+
+
 def test_a_view_outlives_close(memory: HostMemory) -> None:
     part = memory.view[:4]
     part[:] = b"kept"

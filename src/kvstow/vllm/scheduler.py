@@ -6,6 +6,7 @@ One thread, vLLM's engine core loop, calls everything here; nothing here blocks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,6 +61,7 @@ class SchedulerSide:
         stores: bool,
         clock: Clock,
         metrics: Metrics,
+        on_mounted: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._namespace = namespace
@@ -78,6 +80,7 @@ class SchedulerSide:
         self._resets = 0
         self._started_s = clock.monotonic()
         self._broken = False
+        self._on_mounted = on_mounted
 
     # --- queries -------------------------------------------------------------------------------------------------
 
@@ -292,6 +295,7 @@ class SchedulerSide:
         if meta.mounted:
             self._mounted += meta.mounted
             if self._mounted >= self._ranks:
+                self._on_mounted()
                 logger.info("Host pool mapped by %d of %d ranks", self._mounted, self._ranks)
         for error in meta.errors:
             logger.error("A worker reports: %s", error)

@@ -131,6 +131,7 @@ def scheduler_side(
         stores=transfer.is_kv_producer,
         clock=clock,
         metrics=metrics,
+        on_mounted=pool.unname,
     )
 
 
