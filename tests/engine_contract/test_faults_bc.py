@@ -54,7 +54,6 @@ def test_b4_an_adapter_that_changed_in_place(tmp_path: Path) -> None:
     sim.close()
 
 
-@pytest.mark.contract
 def test_b3_without_a_digest_neither_loaded_nor_stored(tmp_path: Path) -> None:
     sim = Sim(Shape(prefix_caching=False), adapter_of=content)
     nowhere, tokens = adapter(tmp_path / "nowhere", None), prompt(100)
@@ -89,7 +88,6 @@ def test_c7_every_budget_stores_every_chunk(per_chunk: int) -> None:
         sim.close()
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_c7_in_vllms_scheduler(asynchronous: bool) -> None:
     for budget in (1, 2, 3, 5, 7, 11, 15, 16, 17, 19, 23):
@@ -106,7 +104,6 @@ def test_c7_in_vllms_scheduler(asynchronous: bool) -> None:
 METHODS = ("fetch", "hold", "forget", "missing", "reserve", "commit", "poll", "busy", "origins")
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("call", [0, 3, 9])
 def test_f6_a_fault_nobody_foresaw_fails_no_request(name: str, call: int) -> None:
@@ -143,7 +140,6 @@ def test_f6_a_fault_nobody_foresaw_fails_no_request(name: str, call: int) -> Non
     driver.close()
 
 
-@pytest.mark.contract
 def test_f6_without_a_scheduler_side_every_hook_does_nothing() -> None:
     stack = build_stack(Shape())
     connector = stack.connector
@@ -157,7 +153,6 @@ def test_f6_without_a_scheduler_side_every_hook_does_nothing() -> None:
     stack.close()
 
 
-@pytest.mark.contract
 def test_a_rank_that_cannot_map_the_pool() -> None:
     """Its requests are computed at once, none of them waits for the pool."""
     driver = Driver(Shape(tp=2))

@@ -32,7 +32,6 @@ def reported(sim: Sim) -> list[str]:
     return seen
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("point", POINTS)
 def test_e1_abort_around_an_asynchronous_load(point: str, tp: int) -> None:
@@ -116,7 +115,6 @@ def every_copy(load: bool) -> Any:
     return fails
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("what", ["nothing", "duplicates", "failures"])
 def test_e4_finished_whatever_became_of_the_stores(what: str) -> None:
     sim = Sim(Shape(prefix_caching=False), fails=every_copy(load=False) if what == "failures" else None)
@@ -158,7 +156,6 @@ def test_e5_a_lower_tier_that_never_answers() -> None:
     sim.close()
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("per_chunk", [1, 2])
 def test_a7_f5_a_failed_load_is_reported_from_its_first_hole_once(per_chunk: int) -> None:
     sim = Sim(
@@ -180,7 +177,6 @@ def test_a7_f5_a_failed_load_is_reported_from_its_first_hole_once(per_chunk: int
     sim.close()
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a8_f3_loads_that_always_fail(tp: int) -> None:
     """No copy ever works: the request is computed, soon, with nothing else going on."""
@@ -214,7 +210,6 @@ def test_a13_a_rank_that_could_not_store_its_part(same_bytes: bool) -> None:
     sim.close()
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("per_chunk", [1, 2])
 def test_a14_lengths_around_chunks_in_three_passes(per_chunk: int) -> None:
     sim = Sim(Shape(blocks_per_chunk=per_chunk, pool_slots=200))
