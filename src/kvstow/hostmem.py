@@ -2,7 +2,8 @@
 
 The scheduler's process creates it, each worker maps it. Either a memfd, which has no name and goes with the last
 process that maps it, or a file in ``pool_dir``, whose name is taken away once every worker has mapped it; until then it
-is held under flock, and where its creator dies the next one unlinks it. docs/decisions/0001-pool-memory.md says why, with measurements.
+is held under flock, and where its creator dies the next one unlinks it. docs/decisions/0001-pool-memory.md says why,
+with measurements.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ def map_memory(ref: PoolRef) -> memoryview:
     except OSError as error:
         raise UnsupportedError(
             f"cannot open the host pool {ref.name!r} of process {ref.pid} at {path}: {error.strerror}. Scheduler and "
-            "workers must run on one host as one user and see each other's processes; where they can't, set memory.pool_dir "
-            "to a directory that all of them share, such as /dev/shm"
+            "workers must run on one host as one user and see each other's processes; where they can't, set "
+            "memory.pool_dir to a directory that all of them share, such as /dev/shm"
         ) from error
     try:
         status = os.fstat(fd)

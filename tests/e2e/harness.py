@@ -21,14 +21,14 @@ BLOCK = 32
 
 
 def make_engine(model: str, extra: dict[str, Any], **options: Any) -> Any:
-    """A vLLM ``LLM`` in this process with kvstow as ``extra`` says; ``kvstow=False`` among the options leaves it out."""
+    """A vLLM ``LLM`` in this process with kvstow as ``extra`` says; the option ``kvstow=False`` leaves it out."""
     from vllm import LLM
 
-    arguments: dict[str, Any] = dict(
-        model=model, dtype="float32", enforce_eager=True, enable_prefix_caching=True, max_model_len=1024,
-        block_size=BLOCK, max_num_seqs=32, max_num_batched_tokens=512, seed=0, disable_log_stats=False,
-        generation_config="vllm",
-    )
+    arguments: dict[str, Any] = {
+        "model": model, "dtype": "float32", "enforce_eager": True, "enable_prefix_caching": True, "max_model_len": 1024,
+        "block_size": BLOCK, "max_num_seqs": 32, "max_num_batched_tokens": 512, "seed": 0, "disable_log_stats": False,
+        "generation_config": "vllm",
+    }  # fmt: skip
     if options.pop("kvstow", True):
         arguments["kv_transfer_config"] = {
             "kv_connector": "KVStowConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
@@ -99,7 +99,9 @@ def prompt(length: int, seed: int) -> dict[str, Any]:
     return {"prompt_token_ids": [rng.randrange(100, 40000) for _ in range(length)]}
 
 
-def run(llm: Any, prompts: list[dict[str, Any]], tokens: int = 4, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+def run(
+    llm: Any, prompts: list[dict[str, Any]], tokens: int = 4, params: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """Greedy outputs, and how many prompt tokens were not computed."""
     from vllm import SamplingParams
 

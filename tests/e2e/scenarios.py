@@ -119,8 +119,11 @@ def reference() -> Any:
 
 
 def mla() -> dict[str, Any]:
-    """DeepSeek-V2: latents, no heads. Tails of several tokens: of a tail of one, vLLM's CPU decode kernel for MLA answers
-    otherwise than its prefill, with or without a connector."""
+    """DeepSeek-V2: latents, no heads.
+
+    Tails of several tokens: to a tail of one vLLM's CPU decode kernel for MLA answers otherwise than its prefill does,
+    with or without a connector.
+    """
     llm = make_engine(str(tiny_mla()), {"memory.size": "200MB", "chunk_size": 64}, block_size=16)
     return _passes(llm, PageOracle(), [63, 72, 200, 270])
 

@@ -109,12 +109,14 @@ class KVStowConnector(KVConnectorBase_V1):
         return self._worker.hello() if self._worker is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert self._worker is not None and isinstance(kv_connector_metadata, StepMeta)
+        assert self._worker is not None
+        assert isinstance(kv_connector_metadata, StepMeta)
         self._worker.handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert self._worker is not None and isinstance(connector_metadata, StepMeta)
+        assert self._worker is not None
+        assert isinstance(connector_metadata, StepMeta)
         self._worker.bind(connector_metadata)
 
     def _step(self) -> StepMeta:
@@ -150,7 +152,7 @@ class KVStowConnector(KVConnectorBase_V1):
         assert self._worker is not None
         return self._worker.take_report()
 
-    # --- scheduler -----------------------------------------------------------------------------------------------------
+    # --- scheduler -------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -214,7 +216,7 @@ class KVStowConnector(KVConnectorBase_V1):
             self._scheduler.reset()
         return True
 
-    # --- both ------------------------------------------------------------------------------------------------------------
+    # --- both --------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVStowStats | None:
         data = self._scheduler.take_stats() if self._scheduler is not None else None

@@ -69,13 +69,14 @@ def refuse_unserved_model(vllm_config: VllmConfig) -> None:
     name = model.model
     if model.is_attention_free or model.is_hybrid or getattr(model, "has_inner_state", False):
         raise UnsupportedError(
-            f"model {name} keeps recurrent state ({', '.join(model.architectures)}); kvstow restores attention KV only, "
-            "and a prefix restored without its state would be wrong. Remove --kv-transfer-config for this model."
+            f"model {name} keeps recurrent state ({', '.join(model.architectures)}); kvstow restores attention KV "
+            "only, and a prefix restored without its state would be wrong. Remove --kv-transfer-config for this model."
         )
     parallel: Any = vllm_config.parallel_config
     if getattr(parallel, "nnodes", 1) > 1:
         raise UnsupportedError(
-            f"kvstow shares one host's memory among the ranks of an engine; this one spans {parallel.nnodes} hosts (--nnodes)"
+            f"kvstow shares one host's memory among the ranks of an engine; this one spans {parallel.nnodes} hosts "
+            "(--nnodes)"
         )
     for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, size, 1) > 1:
@@ -88,12 +89,13 @@ def block_geometry(vllm_config: VllmConfig, config: KVCacheConfig) -> Blocks:
         for name, spec in names.items():
             if isinstance(spec, MambaSpec) or not isinstance(spec, AttentionSpec):
                 raise UnsupportedError(
-                    f"model {vllm_config.model_config.model}, layer {name}: kvstow does not serve {type(spec).__name__} caches"
+                    f"model {vllm_config.model_config.model}, layer {name}: "
+                    f"kvstow does not serve {type(spec).__name__} caches"
                 )
     if len(config.kv_cache_groups) != 1:
         raise UnsupportedError(
-            f"model {vllm_config.model_config.model} has {len(config.kv_cache_groups)} KV cache groups; kvstow serves one. "
-            "Start vLLM with --disable-hybrid-kv-cache-manager."
+            f"model {vllm_config.model_config.model} has {len(config.kv_cache_groups)} KV cache groups; kvstow serves "
+            "one. Start vLLM with --disable-hybrid-kv-cache-manager."
         )
     block = config.kv_cache_groups[0].kv_cache_spec.block_size
     hashed = getattr(config, "hash_block_size", None) or block

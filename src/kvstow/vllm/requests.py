@@ -79,7 +79,7 @@ class Tracked:
             self.next_end = NEVER
 
     def complete_chunks(self, computed_tokens: int) -> int:
-        """Full chunks whose every token is known and computed, once ``computed_tokens`` are. Draft tokens are not known."""
+        """Full chunks whose every token is known (a draft token is not) and computed, once ``computed_tokens`` are."""
         request, rules = self.request, self.rules
         limit = request.num_tokens if rules.save_decode else request.num_prompt_tokens
         final = min(computed_tokens, request.num_tokens) - rules.lookahead

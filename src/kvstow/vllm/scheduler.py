@@ -221,7 +221,7 @@ class SchedulerSide:
     # --- a step --------------------------------------------------------------------------------------------------
 
     def build_meta(self, output: SchedulerOutput) -> StepMeta:
-        """vLLM's hook, once a step: the loads promised since the last step, and every chunk that this step completes."""
+        """vLLM's hook, once a step: loads promised since the last step, and every chunk that this step completes."""
         if not self._broken:
             self._engine.poll()
             if self._stores:
@@ -355,7 +355,7 @@ class SchedulerSide:
     # --- ends ----------------------------------------------------------------------------------------------------
 
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
-        """vLLM's hook, before the blocks are freed. True: a copy still reads them; the workers will say when it ended."""
+        """vLLM's hook, before the blocks are freed. True: a copy still reads them; the workers say when it ended."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False
@@ -421,10 +421,14 @@ def _aborted(request: Request) -> bool:
 def check_ranks(hellos: dict[tuple[int, int], Any], world_size: int, host: str) -> None:
     """Every rank must have answered, agree on the pages of its pipeline stage, and run on this host."""
     if len(hellos) != world_size:
-        raise UnsupportedError(f"{len(hellos)} of {world_size} ranks answered kvstow's handshake: all must be on this host")
+        raise UnsupportedError(
+            f"{len(hellos)} of {world_size} ranks answered kvstow's handshake: all must be on this host"
+        )
     by_shard: dict[tuple[int, int], Any] = {}
     for rank, hello in sorted(hellos.items()):
         if hello.host != host:
-            raise UnsupportedError(f"rank (pp, tp) {rank} runs on another host; kvstow shares host memory among ranks of one host")
+            raise UnsupportedError(
+                f"rank (pp, tp) {rank} runs on another host; kvstow shares host memory among ranks of one host"
+            )
         if by_shard.setdefault(hello.shard, hello.groups) != hello.groups:
             raise UnsupportedError(f"rank (pp, tp) {rank} recognised other KV pages than a rank with the same heads")

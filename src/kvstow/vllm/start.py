@@ -38,7 +38,7 @@ logger = logging.getLogger("kvstow")
 
 
 def log_like_vllm() -> None:
-    """vLLM configures its own logger only; kvstow's lines belong beside its, at its level, unless the user said else."""
+    """vLLM configures its own logger only; kvstow's lines belong beside its, unless the user said else."""
     ours, theirs = logging.getLogger("kvstow"), logging.getLogger("vllm")
     if not ours.handlers and ours.level == logging.NOTSET and theirs.handlers:
         ours.handlers = list(theirs.handlers)
@@ -66,9 +66,12 @@ def _make_device(kind: str) -> Device:
 
         return CpuDevice(build.copy_executor(), SystemClock())
     if kind == "cuda":
+        from vllm import _custom_ops
+
         from kvstow.device.cuda import CudaDevice
 
-        return CudaDevice(build.copy_executor(), SystemClock())
+        batched = getattr(_custom_ops, "swap_blocks_batch", None)  # vLLM's own batched block copy, where it has one
+        return CudaDevice(build.copy_executor(), SystemClock(), batch_copy=batched)
     raise UnsupportedError(f"kvstow has no device for torch's {kind!r} tensors; it serves cpu and cuda")
 
 

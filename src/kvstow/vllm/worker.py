@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvstow.device.base import Device, Finished, KVSpec, Transfer
+from kvstow.device.base import Device, Finished, KVCache, KVSpec, Transfer
 from kvstow.errors import CopyError, KVStowError
 from kvstow.layout import GroupPages
 from kvstow.pool import map_pool
@@ -64,12 +64,12 @@ class WorkerSide:
         """The device, once caches are registered."""
         return self._device
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, KVCache]) -> None:
         """Recognise the engine's pages. Raises ``UnsupportedError`` for a layout that is not known."""
         if self._device is None:
             first = next(iter(kv_caches.values()))
-            kind = first[0].device.type if isinstance(first, (tuple, list)) else first.device.type
-            self._device = self._make_device(kind)
+            tensor = first if isinstance(first, torch.Tensor) else first[0]
+            self._device = self._make_device(tensor.device.type)
         self._groups = self._device.attach(kv_caches, self._specs)
 
     def hello(self) -> Hello:
