@@ -221,6 +221,20 @@ def test_i7_partly_moved_calls_are_continued(monkeypatch: pytest.MonkeyPatch, tm
     assert read_one(store, make_key(0), 10_000) == (Done(10_000), bytes(data))
 
 
+def test_a_direct_transfer_that_stops_at_an_odd_place_is_finished_buffered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: min(1000, real[0](fd, parts, at)))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: min(1000, real[1](fd, parts, at)))
+    store, page = disk(tmp_path), _aligned(2 * CHUNK)
+    page[:CHUNK] = value_of(3, CHUNK)
+    assert store.write([(make_key(0), [page[:CHUNK]])]) == [Done(CHUNK)]
+    assert store.read([(make_key(0), page[CHUNK:])]) == [Done(CHUNK)]
+    assert page[CHUNK:] == value_of(3, CHUNK)
+    assert "buffered from here on" not in caplog.text, "the filesystem refused nothing"
+
+
 def test_a_rejected_write_leaves_nothing(tmp_path: Path) -> None:
     one, other = disk(tmp_path), disk(tmp_path)
     put(one, make_key(0), 0)
