@@ -224,10 +224,10 @@ def test_i7_partly_moved_calls_are_continued(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_direct_transfer_that_stops_at_an_odd_place_is_finished_buffered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    store, page = disk(tmp_path), _aligned(2 * CHUNK)
     real = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: min(1000, real[0](fd, parts, at)))
     monkeypatch.setattr(os, "preadv", lambda fd, parts, at: min(1000, real[1](fd, parts, at)))
-    store, page = disk(tmp_path), _aligned(2 * CHUNK)
     page[:CHUNK] = value_of(3, CHUNK)
     assert store.write([(make_key(0), [page[:CHUNK]])]) == [Done(CHUNK)]
     assert store.read([(make_key(0), page[CHUNK:])]) == [Done(CHUNK)]
