@@ -132,8 +132,8 @@ def test_one_request_then_idle_then_killed_every_chunk_is_on_disk_and_a_restart_
     with first:
         text = ask(first, prompt)
         time.sleep(2)  # the test is about an engine that nobody calls
-        kill(first, everything=False)
         assert len(files_of(disk)) == 6
+        kill(first, everything=False)
         with serve(folder, **settings) as second:
             assert ask(second, prompt) == text
             assert restored(second) == 6 * BLOCK
