@@ -267,6 +267,24 @@ def test_b10_reset_during_a_load() -> None:
     sim.close()
 
 
+def test_b10_reset_between_a_load_and_its_first_step() -> None:
+    sim = Sim(Shape(prefix_caching=False))
+    tokens = prompt(100)
+    sim.serve("cold", tokens)
+    warm = sim.add("warm", tokens, 2)
+    sim.step(work=True)
+    sim.step()
+    assert sim.loads() == 1
+    assert not sim.stack.side._sent, "the load has been reported"
+    assert not warm.num_output_tokens, "its blocks are filled; it has not run yet"
+    assert sim.stack.connector.reset_cache()
+    sim.settle()
+    assert sim.stack.pool.free == 32, "what was loaded is from before the reset"
+    sim.serve("again", tokens)
+    assert sim.loads() == 1
+    sim.close()
+
+
 def test_g2_found_but_not_loaded() -> None:
     sim = Sim(Shape(num_blocks=64, pool_slots=6))
     tokens = prompt(6 * 16 + 1)

@@ -158,6 +158,7 @@ class SchedulerSide:
         job.lost = block_ids[held_end // block : -(-end // block)]
         self._sent[job.job].lost = bool(job.lost)
         tracked.loading = job.job
+        tracked.blocks = block_ids  # from now on they hold KV: a reset must know
         self._next_meta.loads.append(job)
 
     def _forget(self, req_id: str) -> None:
