@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import logging
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import ModelConfig, PoolerConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvstow.errors import UnsupportedError
 from kvstow.testing.sim_requests import SimBlocks, SimRequest
-from kvstow.vllm.groups import block_geometry
+from kvstow.vllm.groups import block_geometry, refuse_unserved_model
 from kvstow.vllm.metadata import JobReport, WorkerMeta
 from tests.engine_contract.sim import Sim, prompt
-from tests.engine_contract.stack import Shape, kv_cache_config, vllm_config
+from tests.engine_contract.stack import MAX_MODEL_LEN, Shape, kv_cache_config, vllm_config
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2, 4])
@@ -141,6 +150,41 @@ def test_d6_block_sizes_that_do_not_divide_are_refused() -> None:
     config.hash_block_size = 24
     with pytest.raises(UnsupportedError, match="hash block size 24"):
         block_geometry(vllm_config(Shape()), config)
+
+
+SPEC = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (SlidingWindowSpec(**SPEC, sliding_window=MAX_MODEL_LEN - 1), "--max-model-len 1023"),
+        (ChunkedLocalAttentionSpec(**SPEC, attention_chunk_size=64), "ChunkedLocalAttentionSpec"),
+        (CrossAttentionSpec(**SPEC), "CrossAttentionSpec"),
+        (type("Recycled", (FullAttentionSpec,), {})(**SPEC), "Recycled"),
+    ],
+)
+def test_d_blocks_that_a_live_request_gives_back_are_refused(spec: Any, why: str) -> None:
+    config = kv_cache_config(Shape())
+    config.kv_cache_groups[0].kv_cache_spec = spec
+    with pytest.raises(UnsupportedError, match=f"layer.0: .*{why}"):
+        block_geometry(vllm_config(Shape()), config)
+
+
+def test_d_a_window_as_long_as_the_context_is_served() -> None:
+    config = kv_cache_config(Shape())
+    config.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(**SPEC, sliding_window=MAX_MODEL_LEN)
+    assert block_geometry(vllm_config(Shape()), config).block_tokens == 16
+
+
+def test_d_models_without_prefix_caching_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vllm_config(Shape())
+    refuse_unserved_model(config)
+    monkeypatch.setattr(ModelConfig, "attn_type", "decoder")
+    for kind, refused in (("LAST", False), ("MEAN", True), ("CLS", True)):
+        monkeypatch.setattr(config.model_config, "pooler_config", PoolerConfig(seq_pooling_type=kind))
+        with pytest.raises(UnsupportedError, match="no prefix caching") if refused else nullcontext():
+            refuse_unserved_model(config)
 
 
 def test_d7_every_slot_is_pinned() -> None:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -72,6 +73,12 @@ def refuse_unserved_model(vllm_config: VllmConfig) -> None:
             f"model {name} keeps recurrent state ({', '.join(model.architectures)}); kvstow restores attention KV "
             "only, and a prefix restored without its state would be wrong. Remove --kv-transfer-config for this model."
         )
+    if not model.is_prefix_caching_supported:
+        raise UnsupportedError(
+            f"vLLM supports no prefix caching for model {name}: its output (of mean or CLS pooling, or of an encoder) "
+            "needs every token computed, and vLLM fails where a prefix was restored. Remove --kv-transfer-config for "
+            "this model."
+        )
     parallel: Any = vllm_config.parallel_config
     if getattr(parallel, "nnodes", 1) > 1:
         raise UnsupportedError(
@@ -85,13 +92,10 @@ def refuse_unserved_model(vllm_config: VllmConfig) -> None:
 
 def block_geometry(vllm_config: VllmConfig, config: KVCacheConfig) -> Blocks:
     """Check the groups and give the block sizes. vLLM 0.30 has no ``hash_block_size``: it equals the block size."""
+    model: Any = vllm_config.model_config
     for names in layer_specs(config):
         for name, spec in names.items():
-            if isinstance(spec, MambaSpec) or not isinstance(spec, AttentionSpec):
-                raise UnsupportedError(
-                    f"model {vllm_config.model_config.model}, layer {name}: "
-                    f"kvstow does not serve {type(spec).__name__} caches"
-                )
+            _refuse_unserved_layer(f"model {model.model}, layer {name}", spec, model.max_model_len)
     if len(config.kv_cache_groups) != 1:
         raise UnsupportedError(
             f"model {vllm_config.model_config.model} has {len(config.kv_cache_groups)} KV cache groups; kvstow serves "
@@ -102,6 +106,20 @@ def block_geometry(vllm_config: VllmConfig, config: KVCacheConfig) -> Blocks:
     if block % hashed:
         raise UnsupportedError(f"block size {block} is not a multiple of the hash block size {hashed}")
     return Blocks(block, hashed)
+
+
+def _refuse_unserved_layer(layer: str, spec: KVCacheSpec, max_model_len: int) -> None:
+    """What is served keeps every block of a request, unchanged, for as long as the request lives: a sliding window's
+    blocks are given to others while they may still be copied. By exact type: a subclass may have other rules."""
+    if type(spec) is SlidingWindowSpec:
+        if spec.sliding_window < max_model_len:
+            raise UnsupportedError(
+                f"{layer}: kvstow does not serve a sliding window of {spec.sliding_window} tokens that is shorter than "
+                f"--max-model-len {max_model_len}, in a model where every layer has one. Start vLLM with "
+                f"--max-model-len {spec.sliding_window}, or remove --kv-transfer-config for this model."
+            )
+    elif type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        raise UnsupportedError(f"{layer}: kvstow does not serve {type(spec).__name__} caches")
 
 
 def kv_shard(vllm_config: VllmConfig, tp_rank: int, pp_rank: int) -> tuple[int, int]:
