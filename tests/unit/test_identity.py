@@ -19,7 +19,7 @@ from kvstow.errors import UnsupportedError
 from kvstow.layout import GroupPages, LayerPages
 from kvstow.settings import sources as settings_sources
 from kvstow.vllm import fingerprint
-from kvstow.vllm.fingerprint import SAMPLE_BYTES, lora_digest, weights_digest
+from kvstow.vllm.fingerprint import SAMPLE_BYTES, Adapters, lora_digest, weights_digest
 from kvstow.vllm.identity import (
     Identity,
     attention_backends,
@@ -523,6 +523,21 @@ def test_b4_an_adapter_reloaded_with_changed_files_is_another(tmp_path: Path) ->
     (folder / "adapter_config.json").write_text('{"r": 9}')
     os.utime(folder / "adapter_config.json", ns=(7, 7))
     assert lora_digest(str(folder)) != config
+
+
+def test_b4_an_adapter_that_changed_has_no_digest_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "MAX_REMEMBERED", 4)
+    adapters, folder = Adapters(), adapter(tmp_path / "x", b"1" * 100)
+    first = adapters.digest("x", str(folder))
+    assert first is not None
+    adapter(folder, b"2" * 101)
+    assert adapters.digest("x", str(folder)) is None
+    adapter(folder, b"1" * 100)
+    assert adapters.digest("x", str(folder)) == first, "what vLLM has loaded, in either case"
+    for i in range(20):
+        assert adapters.digest("x", str(adapter(tmp_path / f"version {i}", bytes([i])))) is not None
+        assert len(adapters._first) <= 4
+    assert adapters.digest("x", "/nul\0") is None
 
 
 def test_an_adapter_without_readable_files_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

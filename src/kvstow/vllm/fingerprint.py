@@ -63,9 +63,27 @@ def lora_digest(path: str) -> bytes | None:
         for name, file in files:
             hasher.update(f"{len(name.encode())}:{name}".encode())
             hasher.update(_remember(file, _whole))
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a path with a NUL in it
         return None
     return hasher.digest()
+
+
+class Adapters:
+    """Digests of adapters, as they were when first asked for. None ever after for one whose files have changed since:
+    which of the two vLLM computes with can't be known from here, and its own cache, which goes by name and path, may
+    give out KV of the older one."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], bytes] = {}
+
+    def digest(self, name: str, path: str) -> bytes | None:
+        """``lora_digest`` of ``path``, if it is what it was."""
+        digest = lora_digest(path)
+        if digest is None:
+            return None
+        if len(self._first) >= MAX_REMEMBERED and (name, path) not in self._first:
+            del self._first[next(iter(self._first))]
+        return digest if self._first.setdefault((name, path), digest) == digest else None
 
 
 def _weight_files(path: str, load_format: str) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from kvstow.key import Namespace
 from kvstow.metrics import Metrics
 from kvstow.pool import Lease
 from kvstow.runtime import Clock
-from kvstow.vllm.identity import lora_digest
+from kvstow.vllm.fingerprint import Adapters
 from kvstow.vllm.metadata import Copy, Job, JobReport, Mount, StepMeta, WorkerMeta
 from kvstow.vllm.requests import Rules, Tracked
 
@@ -65,6 +65,7 @@ class SchedulerSide:
     ) -> None:
         self._engine = engine
         self._namespace = namespace
+        self._adapters = Adapters()
         self._rules = rules
         self._mount = mount
         self._ranks = len(mount.shards)
@@ -129,7 +130,7 @@ class SchedulerSide:
         lora = request.lora_request
         if lora is None:
             return self._namespace
-        digest = lora_digest(lora.lora_path)
+        digest = self._adapters.digest(lora.lora_name, lora.lora_path)
         return None if digest is None else self._namespace.derive("lora", digest)
 
     # --- allocation ----------------------------------------------------------------------------------------------
