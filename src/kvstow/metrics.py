@@ -81,6 +81,7 @@ METRICS: Final[Mapping[str, MetricSpec]] = {
     "pool_leased_slots": _gauge("Slots of the host pool that are pinned by a lease."),
     "queued_bytes": _gauge("Bytes waiting to be written to a tier.", "tier"),
     "tier_state": _gauge("A tier's breaker: 0 serving, 1 being probed, 2 open (bypassed).", "tier"),
+    "tier_paths_down": _gauge("Directories of a tier that are out of use; chunks spread to them are misses.", "tier"),
 }
 
 

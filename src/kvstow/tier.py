@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kvstow import frame
 from kvstow.errors import FrameError, StoreError, StoreRefused, StoreUnavailable
@@ -26,6 +26,8 @@ from kvstow.store.breaker import Breaker, BreakerState
 
 T = TypeVar("T")
 
+RATE_KEPT: Final = 0.95  # of what is known of a tier's speed, at each write that ends: the last 20 or so count
+
 logger = logging.getLogger("kvstow")
 
 
@@ -35,6 +37,8 @@ class TierLimits:
 
     max_queued_bytes: int = 2 << 30  # writes accepted and not ended; each pins its slot of the pool
     max_queued_writes: int = 512  # half of an executor's queue: probes and reads must get in
+    max_queued_s: float = 10.0  # what is queued should be written by then; with an empty queue one is always taken
+    assumed_write_bytes_s: float = 100e6  # until writes have ended: a cloud machine's network volume
     max_read_bytes: int = 256 << 20  # reads in flight; each occupies its slot of the pool
     read_batch_bytes: int = 16 << 20  # one call: small enough that several threads share a prompt's chunks
     hung_after_s: float = 10.0  # a call that runs longer puts the tier out of use until it returns
@@ -76,6 +80,23 @@ class Call:
         return (self.ended_s or 0.0) - (self.began_s or 0.0)
 
 
+class WriteRate:
+    """How fast a tier writes, all its threads together: bytes written, over the time in which any write ran."""
+
+    def __init__(self, assumed_bytes_s: float) -> None:
+        self._bytes, self._seconds = assumed_bytes_s, 1.0  # both fade alike, so that large writes weigh more
+        self._until_s = float("-inf")  # all of the time before has been counted
+
+    def ended(self, size: int, began_s: float, ended_s: float) -> None:
+        self._bytes = self._bytes * RATE_KEPT + size
+        self._seconds = self._seconds * RATE_KEPT + max(0.0, ended_s - max(began_s, self._until_s))
+        self._until_s = max(self._until_s, ended_s)
+
+    def seconds(self, size: int) -> float:
+        """How long writing ``size`` bytes would take."""
+        return size * self._seconds / self._bytes
+
+
 class Tier:
     """``store`` behind a breaker, with bounded work in flight. Close it to close the store and the executor."""
 
@@ -92,9 +113,11 @@ class Tier:
         integrity_key: bytes | None = None,
         set_aside: Callable[[Sequence[ChunkKey]], None] | None = None,
         take_corrupt: Callable[[], int] | None = None,
+        paths_down: Callable[[], int] | None = None,
     ) -> None:
         """``set_aside`` removes corrupt values from the store some other way than ``delete``; on a worker.
-        ``take_corrupt`` says how many the store found by itself since it was last asked, to be counted too."""
+        ``take_corrupt`` says how many the store found by itself since it was last asked, to be counted too;
+        ``paths_down`` how many of the directories that it is spread over are out of use."""
         self.name = name
         self.limits = limits or TierLimits()
         self.executor = executor
@@ -105,12 +128,15 @@ class Tier:
         self._integrity_key = integrity_key
         self._set_aside = set_aside or self._store.delete
         self._take_corrupt = take_corrupt
+        self._paths_down = paths_down
         self._clock = clock
         self._metrics = metrics
         self._calls: dict[Call, None] = {}
         self._known: OrderedDict[ChunkKey, None] = OrderedDict()
         self._queued_writes = self._queued_bytes = self._read_bytes = 0
+        self._rate = WriteRate(self.limits.assumed_write_bytes_s)
         self._hung = 0
+        self._shown_down = -1
         self._watch_at_s = self._progress_s = clock.monotonic()
         self._shown = BreakerState.CLOSED
         self._bypassed = False  # as logged: trials in between, half-open, are not news
@@ -135,6 +161,9 @@ class Tier:
         """Take the results of ended calls and look for hung ones. Returns how many ended."""
         if self._take_corrupt is not None and (corrupt := self._take_corrupt()):
             self._metrics.count("corrupt_chunks", corrupt, tier=self.name)
+        if self._paths_down is not None and (down := self._paths_down()) != self._shown_down:
+            self._shown_down = down
+            self._metrics.gauge("tier_paths_down", down, tier=self.name)
         if not self._calls and not self.executor.outstanding and self._shown is BreakerState.CLOSED:
             return 0
         ended = self.executor.poll()
@@ -262,7 +291,8 @@ class Tier:
     def write(self, key: ChunkKey, lease: Lease, then: Callable[[bool], None]) -> Call | None:
         """Write the sealed frame in the leased slot; ``then`` hears whether the store has the key now.
 
-        None: refused and counted, because too much is queued or the tier is bypassed; ``then`` never runs.
+        None: refused and counted, because too much is queued, in bytes or in time, or the tier is bypassed; ``then``
+        never runs.
         """
         size = self._frame_bytes(key.group)
         if not self.usable:
@@ -272,37 +302,45 @@ class Tier:
         if self._queued_writes >= self.limits.max_queued_writes or queued > self.limits.max_queued_bytes:
             self._refuse("queue_full")
             return None
+        if self._queued_writes and self._rate.seconds(queued) > self.limits.max_queued_s:
+            self._refuse("queue_slow")
+            return None
         view = lease.view()
 
-        def end(call: Call, outcomes: list[Outcome] | None, error: BaseException | None) -> None:
+        def end(call: Call, wrote: tuple[Outcome, bool] | None, error: BaseException | None) -> None:
             self._queue(-1, -size)
-            self._ended_write(call, key, outcomes, error)
-            then(outcomes is not None)
+            self._ended_write(call, key, wrote, error)
+            then(wrote is not None and wrote[1])
 
-        call = self._submit(
-            lambda: self._store.write([(key, [view])]), end, lambda: self._queue(-1, -size), urgent=False
-        )
+        call = self._submit(lambda: self._write_one(key, view), end, lambda: self._queue(-1, -size), urgent=False)
         if call is None:
             self._refuse("queue_full")
             return None
         self._queue(1, size)
         return call
 
+    def _write_one(self, key: ChunkKey, view: memoryview) -> tuple[Outcome, bool]:
+        """On a worker: what came of it, and whether the store has the key now. A rejected key is there already, or
+        has no room, or is not admitted yet: then it must be offered again, so the store is asked."""
+        [outcome] = self._store.write([(key, [view])])
+        return outcome, isinstance(outcome, Done) or self._store.contains([key])[0]
+
     def _ended_write(
-        self, call: Call, key: ChunkKey, outcomes: list[Outcome] | None, error: BaseException | None
+        self, call: Call, key: ChunkKey, wrote: tuple[Outcome, bool] | None, error: BaseException | None
     ) -> None:
         metrics = self._metrics
-        if outcomes is None:
+        if wrote is None:
             self._failed(1, error)
             return
-        self._learn(key, True)
-        [outcome] = outcomes
+        outcome, held = wrote
+        self._learn(key, held)
         if isinstance(outcome, Done):
+            self._rate.ended(self._frame_bytes(key.group), call.began_s or 0.0, call.ended_s or 0.0)
             metrics.count("stored_chunks", tier=self.name)
             metrics.count("stored_bytes", outcome.length, tier=self.name)
             metrics.observe("store_seconds", call.seconds, tier=self.name)
             metrics.observe("store_size_bytes", outcome.length, tier=self.name)
-        else:  # there already, or the store has no room: the next probe tells which
+        else:
             metrics.count("refused_chunks", tier=self.name, reason="rejected")
 
     def _submit(

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 
 from kvstow import frame
 from kvstow.errors import StoreRefused
+from kvstow.key import ChunkKey
 from kvstow.pool import Lease
+from kvstow.store.base import REJECTED, Buffer, Outcome
 from kvstow.store.breaker import BreakerState
+from kvstow.store.memory import MemoryStore
 from kvstow.testing.faults import Fault, unavailable
 from kvstow.tier import Tier, TierLimits
 from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, Rig, assert_bytes, fill, key, keys
@@ -140,6 +144,126 @@ def test_writes_are_bounded_in_bytes_and_number() -> None:
     rig = Rig(limits=TierLimits(max_queued_writes=1))
     assert [write(rig, i) for i in range(2)] == [True, False]
     assert rig.counter("refused_chunks", tier="t0", reason="queue_full") == 1
+
+
+def writes_taking(rig: Rig, seconds: float) -> None:
+    rig.stores[0].faults = [Fault("write", delay=lambda: rig.clock.advance(seconds))]
+
+
+def taken(rig: Rig, chunks: int) -> int:
+    """How many of ``chunks`` writes at once the tier takes; then they are done."""
+    accepted = sum(write(rig, i) for i in range(chunks))
+    work(rig)
+    rig.inners[0].delete(keys(*range(chunks)))
+    return accepted
+
+
+def test_what_is_queued_is_bounded_in_seconds_from_the_first_write_on() -> None:
+    limits = TierLimits(max_queued_s=10.0, assumed_write_bytes_s=FRAME_BYTES / 5.0)
+    rig = Rig(slots=40, limits=limits)
+    assert taken(rig, 8) == 2, "assumed: 5 s a chunk"
+    assert rig.counter("refused_chunks", tier="t0", reason="queue_slow") == 6
+    assert rig.counter("refused_chunks", tier="t0", reason="queue_full") == 0
+
+
+def test_the_bound_in_seconds_follows_the_speed_of_the_writes_that_ended() -> None:
+    rig = Rig(slots=2000, limits=TierLimits(max_queued_s=10.1, assumed_write_bytes_s=FRAME_BYTES / 5.0))
+    writes_taking(rig, 0.5)
+    for _ in range(100):
+        taken(rig, 1)
+    assert taken(rig, 40) == 20, "10 s of 0.5 s each"
+    writes_taking(rig, 2.0)
+    for _ in range(100):
+        taken(rig, 1)
+    assert taken(rig, 40) == 5
+
+
+def test_writes_that_run_at_once_count_once() -> None:
+    """Two threads write a chunk each in 2 s: that is one a second."""
+    rig = Rig(slots=2000, limits=TierLimits(max_queued_s=10.1, assumed_write_bytes_s=FRAME_BYTES))
+    executor = rig.executors[0]
+
+    def beside() -> None:
+        rig.stores[0].faults = [Fault("write", delay=lambda: rig.clock.advance(2.0))]
+        executor.run_next()  # begins and ends while the first is still at it
+
+    for _ in range(100):
+        write(rig, 1)
+        write(rig, 2)
+        rig.stores[0].faults = [Fault("write", delay=beside)]
+        work(rig)
+        rig.inners[0].delete(keys(1, 2))
+    assert taken(rig, 40) == 10
+
+
+def test_an_empty_queue_takes_a_write_however_slow_the_tier_was() -> None:
+    rig = Rig(slots=500, limits=TierLimits(max_queued_s=10.0, hung_after_s=1e6, assumed_write_bytes_s=FRAME_BYTES))
+    writes_taking(rig, 3600.0)
+    assert taken(rig, 8) == 8
+    assert taken(rig, 8) == 1, "or it would never be known that the tier is fast again"
+    writes_taking(rig, 0.01)
+    for _ in range(300):
+        taken(rig, 1)
+    assert taken(rig, 8) == 8
+
+
+def test_a_failed_or_rejected_write_says_nothing_of_the_speed() -> None:
+    rig = Rig(slots=500, limits=TierLimits(assumed_write_bytes_s=FRAME_BYTES / 5.0, breaker_failures=10**6))
+    rig.inners[0].write([(key(1), [memoryview(b"there already")])])
+    for _ in range(100):
+        write(rig, 1)
+        work(rig)
+    rig.stores[0].faults = [unavailable()]
+    for _ in range(100):
+        write(rig, 2)
+        work(rig)
+    rig.stores[0].faults = []
+    assert taken(rig, 8) == 2
+
+
+class Choosy(MemoryStore):
+    """Rejects every key the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[bytes] = set()
+
+    def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
+        new = [bytes(key) for key, _ in items if bytes(key) not in self.seen]
+        self.seen.update(new)
+        return [REJECTED] * len(items) if new else super().write(items)
+
+
+def test_a_key_that_was_not_admitted_is_not_held_and_one_that_was_there_is() -> None:
+    rig = Rig(inners=[Choosy()])
+    tier, ended = rig.tiers[0], []  # type: ignore[var-annotated]
+    for _ in range(3):
+        write(rig, 1, ended)
+        work(rig)
+    assert ended == [False, True, True]
+    assert rig.counter("refused_chunks", tier="t0", reason="rejected") == 2
+    assert rig.counter("stored_chunks", tier="t0") == 1
+    assert tier.holds(key(1))
+    rig.stores[0].calls.clear()
+    write(rig, 2)
+    work(rig)
+    assert not tier.holds(key(2))
+    assert rig.stores[0].calls == {"write": 1, "contains": 1}
+    write(rig, 2)
+    work(rig)
+    assert tier.holds(key(2))
+    assert rig.stores[0].calls == {"write": 2, "contains": 1}, "what was stored is not asked for"
+
+
+def test_directories_out_of_use_are_shown_once_a_change() -> None:
+    rig = Rig()
+    down = iter([0, 0, 1, 1, 0])
+    shown = []
+    rig.tiers[0]._paths_down = lambda: next(down)
+    for _ in range(5):
+        rig.tiers[0].poll()
+        shown.append(((rig.metrics.take() or {}).get("gauges") or {}).get("tier_paths_down|t0"))
+    assert shown == [0, None, 1, None, 0]
 
 
 def test_reads_are_bounded_in_bytes_but_one_always_goes() -> None:
