@@ -80,6 +80,10 @@ class Mount:
         room = os.fstatvfs(self.root.number)
         return room.f_bavail * room.f_frsize
 
+    def probe(self) -> None:
+        """Write, read and publish something. Raises ``OSError`` where that does not work."""
+        _probe(self.root, f"{names.TMP}/{self.token}-1", self.direct)
+
     def in_place(self) -> bool:
         """Whether the path still leads to this directory, and our lock is still in it."""
         try:

@@ -7,17 +7,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Concatenate, Final, Literal, ParamSpec, TypeVar
 
-from kvstow.errors import StoreError
+from kvstow.errors import KVStowError, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock, Executor
-from kvstow.store.base import Buffer, Outcome
+from kvstow.store.base import MISSING, REJECTED, Buffer, Outcome
 from kvstow.store.disk.admission import SecondSight, admit_all
+from kvstow.store.disk.health import Health
 from kvstow.store.disk.index import Order
 from kvstow.store.disk.scan import Count
 from kvstow.store.disk.scrub import Check, Scrub
 from kvstow.store.disk.volume import Volume, VolumeLimits
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger("kvstow")
 
@@ -49,7 +53,8 @@ class DiskStore:
     """A ``Store`` of files. What is published survives this process; a machine that crashes may lose the newest.
 
     Nothing is ever synced: losing a chunk is a miss, and a checksum finds what was half written. Several processes
-    may share a directory; each finds what the others wrote.
+    may share a directory; each finds what the others wrote. A directory that fails while others work costs its own
+    chunks only: they are misses and are not written, until it works again.
 
     ``order`` makes a policy for each directory. ``describe`` says for people what a namespace is. ``check`` is the
     scrub's. The constructor opens the directories and raises what that raises.
@@ -78,32 +83,26 @@ class DiskStore:
         ]
         scrubbed = self._volumes if options.scrub_bytes_s else []
         self._scrubs = [Scrub(check, self._corrupt(volume)) for volume in scrubbed] if check else []
+        self._spread = self._volumes if options.volume is None else [self._volumes[options.volume % len(paths)]]
+        self._health = Health([volume.path for volume in self._spread], clock)
+        self._due = [_Due() for _ in self._volumes]
         for volume in self._volumes:
             volume.attach()
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return [volume.contains(*name) for volume, name in map(self._place, keys)]
+        return [self._ask(key, Volume.contains, False) for key in keys]
 
     def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for key, buffer in items:
-            volume, name = self._place(key)
-            outcomes.append(volume.read(*name, buffer))
-        return outcomes
+        return [self._ask(key, Volume.read, MISSING, buffer) for key, buffer in items]
 
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for key, parts in items:
-            volume, name = self._place(key)
-            outcomes.append(volume.write(*name, parts))
-        return outcomes
+        return [self._ask(key, Volume.write, REJECTED, parts) for key, parts in items]
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
-            volume, name = self._place(key)
-            volume.delete(*name)
+            self._ask(key, Volume.delete, None)
 
     def close(self) -> None:
         self._stop.set()
@@ -115,14 +114,17 @@ class DiskStore:
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
         """Move the files of corrupt values aside: each key is a miss from now on, and can be written again."""
         for key in keys:
-            volume, (namespace, digest) = self._place(key)
-            volume.set_aside(namespace, digest, "corrupt")
+            self._ask(key, Volume.set_aside, None, "corrupt")
 
     def take_corrupt(self) -> int:
         """How many corrupt values the scrub has set aside since the last call."""
         with self._lock:
             found, self._found_corrupt = self._found_corrupt, 0
         return found
+
+    def paths_down(self) -> int:
+        """How many of the directories that chunks are spread over are out of use."""
+        return self._health.down
 
     @property
     def used_bytes(self) -> int | None:
@@ -138,12 +140,24 @@ class DiskStore:
         """Scan, scrub and clear up on a thread of ``executor``, which it keeps, until ``close``."""
         executor.submit(self._maintain, lambda _value, _error: None)
 
-    def _place(self, key: ChunkKey) -> tuple[Volume, tuple[bytes, bytes]]:
+    def _ask(
+        self, key: ChunkKey, method: Callable[Concatenate[Volume, bytes, bytes, P], R], otherwise: R,
+        *arguments: P.args, **named: P.kwargs,
+    ) -> R:  # fmt: skip
+        """``otherwise`` where the key's directory is one of several and does not work."""
         digest = key.digest()
-        which = self._options.volume
-        if which is None:
-            which = int.from_bytes(digest[-4:], "little")
-        return self._volumes[which % len(self._volumes)], (bytes(key.namespace), digest)
+        which = int.from_bytes(digest[-4:], "little") % len(self._spread)
+        if not self._health.asks(which):
+            return otherwise
+        try:
+            result = method(self._spread[which], bytes(key.namespace), digest, *arguments, **named)
+        except StoreUnavailable as error:
+            if self._health.failed(which, error):
+                raise
+            return otherwise
+        if method is not Volume.contains:  # which may have answered from memory
+            self._health.worked(which)
+        return result
 
     def _corrupt(self, volume: Volume) -> Callable[[bytes, bytes], None]:
         def bad(namespace: bytes, digest: bytes) -> None:
@@ -155,15 +169,23 @@ class DiskStore:
         return bad
 
     def _maintain(self) -> None:
-        due = [_Due() for _ in self._volumes]
         while not self._stop.is_set():
-            for which, volume in enumerate(self._volumes):
-                with suppress(StoreError, OSError):  # it fails as every call does: the breaker's business
-                    volume.check_in_place()
-                    self._scan_or_reap(volume, due[which])
-                    if self._scrubs:
-                        self._scrubs[which].step(volume.attach(), self._options.scrub_bytes_s, self._stop)
+            self.tend()
             self._stop.wait(TICK_S)
+
+    def tend(self) -> None:
+        """One round of background work: what is due in each directory, and a trial of those that are out of use."""
+        for which, volume in enumerate(self._volumes):
+            with suppress(KVStowError, OSError):  # it fails as every call does: the breaker's business
+                volume.check_in_place()
+                if self._spread is self._volumes and not self._health.works(which):
+                    if not self._health.due(which):
+                        continue
+                    volume.trial()
+                    self._health.worked(which)
+                self._scan_or_reap(volume, self._due[which])
+                if self._scrubs:
+                    self._scrubs[which].step(volume.attach(), self._options.scrub_bytes_s, self._stop)
 
     def _scan_or_reap(self, volume: Volume, due: _Due) -> None:
         now = self._clock.monotonic()

@@ -93,6 +93,12 @@ class Volume:
         if mount is not None and not mount.in_place():
             self._mount = None
 
+    def trial(self) -> None:
+        """Raises what every call would raise. After a fault it may be another directory than before."""
+        with self._at("trying") as mount:
+            mount.probe()
+        self.scan_wanted = True
+
     def close(self) -> None:
         mount, self._mount = self._mount, None
         if mount is not None:
