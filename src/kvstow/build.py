@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvstow.engine import Engine
-from kvstow.errors import SettingsError, StoreUnavailable, UnsupportedError
+from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable, UnsupportedError
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
 from kvstow.policy.base import Policy
@@ -23,9 +24,11 @@ from kvstow.settings import (
     check_host,
     check_pool,
     chunk_tokens,
+    format_size,
     host_facts,
 )
 from kvstow.store.disk import DiskOptions, DiskStore, frame_check
+from kvstow.store.redis import MAX_PART_BYTES, MIN_PART_BYTES, RedisOptions, Tls, parse_address
 from kvstow.tier import Tier
 
 logger = logging.getLogger("kvstow")
@@ -92,6 +95,62 @@ def build_disk(
         metrics=metrics,
         set_aside=store.quarantine,
         take_corrupt=store.take_corrupt,
+        paths_down=store.paths_down,
+    )
+
+
+def build_redis(settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics) -> Tier | None:
+    """The Redis tier; None: not set. A server that can't be used now is logged, and asked again later.
+
+    Raises ``SettingsError`` when the settings can't be used, or redis-py isn't installed.
+    """
+    if settings.redis.url is None:
+        return None
+    options = redis_options(settings)
+    try:
+        from kvstow.store.redis.store import RedisStore
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "redis":
+            raise
+        raise SettingsError("redis.url is set, and redis-py isn't installed: pip install 'kvstow[redis]'") from error
+    try:
+        store = RedisStore(options, clock)
+        store.ping()
+    except (StoreUnavailable, StoreRefused) as error:
+        logger.warning("Redis (%r) can't be used now, kvstow goes on without it: %s", options, error)
+    executor = ThreadExecutor("redis", threads=settings.redis.threads)
+    return Tier("redis", store, executor, layout=layout, clock=clock, metrics=metrics)
+
+
+def redis_options(settings: Settings) -> RedisOptions:
+    """What a Redis store is given. Raises ``SettingsError``, never with a password."""
+    given = settings.redis
+    try:
+        address = parse_address(given.url.reveal() if given.url else "", given.topology)
+    except ValueError as error:
+        raise SettingsError(f"redis.url: {error}") from error
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        path = getattr(given, name)
+        if path is not None and not address.tls:
+            raise SettingsError(f"redis.{name} is set and redis.url isn't rediss://")
+        if path is not None and not os.access(path, os.R_OK):
+            raise SettingsError(f"redis.{name} {path} can't be read")
+    if "{" in given.prefix or "}" in given.prefix:
+        raise SettingsError("redis.prefix must be without braces: they would put all chunks on one node of a Cluster")
+    if not MIN_PART_BYTES <= given.part_size <= MAX_PART_BYTES:
+        raise SettingsError(f"redis.part_size {format_size(given.part_size)}: set it to 64KiB at least, 512MB at most")
+    return RedisOptions(
+        address,
+        topology=given.topology,
+        service=given.sentinel_service,
+        sentinel_username=given.sentinel_username,
+        sentinel_password=given.sentinel_password.reveal() if given.sentinel_password else None,
+        tls=Tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_check_hostname),
+        prefix=given.prefix,
+        ttl_s=given.ttl,
+        part_bytes=given.part_size,
+        timeout_s=given.timeout_ms / 1e3,
+        connect_timeout_s=given.connect_timeout_ms / 1e3,
     )
 
 
@@ -104,13 +163,14 @@ def build_engine(
     metrics: Metrics,
     tiers: Sequence[Tier] = (),
     sealer: Executor | None = None,
+    background: Executor | None = None,
 ) -> tuple[HostPool, Engine]:
     """The pool and the engine that owns it. ``name`` is shown where the system lists the pool's memory.
 
-    Precondition: ``check`` has passed. The pool's memory is taken from the system piece by piece, in the background.
+    Precondition: ``check`` has passed. The pool's memory is taken from the system piece by piece, on a thread of
+    ``background``: nobody need poll for that, so an idle engine's pool is taken too, and no chunk waits for it.
     """
     pool = HostPool.create(layout, settings.memory.size, name=f"kvstow-{name}", pool_dir=settings.memory.pool_dir)
-    sealer = sealer or ThreadExecutor("seal")
     engine = Engine(
         pool=pool,
         policy=POLICIES[settings.memory.policy](),
@@ -118,22 +178,18 @@ def build_engine(
         layout=layout,
         clock=clock,
         metrics=metrics,
-        sealer=sealer,
+        sealer=sealer or ThreadExecutor("seal"),
         fetch_deadline_s=settings.fetch_deadline_ms / 1e3,
     )
-    _prefault(pool, sealer, 0)
+    background = background or ThreadExecutor("prefault")
+    background.submit(lambda: _prefault(pool), lambda _value, _error: None)
     return pool, engine
 
 
-def _prefault(pool: HostPool, executor: Executor, piece: int) -> None:
-    """Take piece ``piece`` from the system, then the next: sealing gets its turn between any two."""
-    if piece >= pool.pieces:
-        return
-
-    def then(_: None, error: BaseException | None) -> None:
-        if error is None:
-            _prefault(pool, executor, piece + 1)
-        elif isinstance(error, PoolError):
-            logger.error("The host pool is larger than the memory that is left: %s", error)
-
-    executor.submit(lambda: pool.prefault(piece, available_bytes), then)
+def _prefault(pool: HostPool) -> None:
+    """Take the whole pool from the system. Of a pool that is closed meanwhile nothing is taken."""
+    try:
+        for piece in range(pool.pieces):
+            pool.prefault(piece, available_bytes)
+    except PoolError as error:
+        logger.error("The host pool is larger than the memory that is left: %s", error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvstow.errors import SettingsError
 from kvstow.layout import HEADER_BYTES, ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.pool import HostPool, PoolError
+from kvstow.runtime import ThreadExecutor
 from kvstow.settings import HostFacts, Settings, leaves, parse
 from kvstow.settings.machine import Memory as HostMemory
 from kvstow.testing.manual import ManualClock, ManualExecutor
@@ -43,8 +45,9 @@ class Spy:
         self.metrics, self.clock = Metrics(), ManualClock()
         effective = parse(None, {}, {key.replace("__", "."): value for key, value in settings.items()})
         build.build_engine(
-            effective.settings, LAYOUT, name="x", clock=self.clock, metrics=self.metrics, sealer=ManualExecutor()
-        )
+            effective.settings, LAYOUT, name="x", clock=self.clock, metrics=self.metrics,
+            sealer=ManualExecutor(), background=ManualExecutor(),
+        )  # fmt: skip
 
 
 class FakePool:
@@ -142,55 +145,59 @@ def test_this_hosts_own_facts_are_the_default() -> None:
 # --- the pool's memory -----------------------------------------------------------------------------------------------
 
 
-def prefault(pool: FakePool) -> tuple[ManualExecutor, FakePool]:
-    executor = ManualExecutor()
-    build._prefault(pool, executor, 0)  # type: ignore[arg-type]
-    return executor, pool
+def test_an_idle_engine_takes_the_whole_pool_though_nobody_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.pool.PIECE_BYTES", 1 << 20)
+    settings = parse(None, {}, {"memory.size": "5MB"}).settings
+    sealer, background = ManualExecutor(), ManualExecutor()
+    pool, engine = build.build_engine(
+        settings, LAYOUT, name="x", clock=ManualClock(), metrics=Metrics(), sealer=sealer, background=background
+    )
+    assert pool.pieces == 5
+    assert not engine.busy(), "an idle vLLM would spin for it"
+    assert (sealer.outstanding, background.outstanding) == (0, 1)
+    assert os.fstat(pool.ref.fd).st_blocks == 0
+    background.run_all()
+    assert os.fstat(pool.ref.fd).st_blocks * 512 >= pool.capacity_bytes
+    engine.close(0)
 
 
-def drain(executor: ManualExecutor) -> int:
-    """Run everything; returns how many rounds it took."""
-    rounds = 0
-    while executor.outstanding:
-        assert executor.outstanding == 1, "more than one piece at a time: nothing else gets its turn"
-        executor.run_all()
-        executor.poll()
-        rounds += 1
-    return rounds
-
-
-def test_the_pool_is_taken_piece_by_piece() -> None:
-    executor, pool = prefault(FakePool(5))
-    assert pool.done == []
-    assert drain(executor) == 5
-    assert pool.done == [0, 1, 2, 3, 4]
+def test_it_is_done_on_a_thread_of_its_own() -> None:
+    executor, pool = ThreadExecutor("test"), FakePool(1000)
+    executor.submit(lambda: build._prefault(pool), lambda *_: None)  # type: ignore[arg-type]
+    assert executor.wait(30.0)
+    assert pool.done == list(range(1000))
+    executor.close(1.0)
 
 
 def test_taking_the_pool_stops_where_memory_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    executor, pool = prefault(FakePool(5, fails=2))
-    drain(executor)
+    pool = FakePool(5, fails=2)
+    build._prefault(pool)  # type: ignore[arg-type]
     assert pool.done == [0, 1]
     assert "memory.size: nothing is left" in caplog.text
 
 
-def test_a_closed_executor_ends_it() -> None:
-    executor, pool = prefault(FakePool(5))
-    executor.close(0)
-    executor.poll()
-    assert executor.outstanding == 0
-    assert pool.done == []
+def test_a_pool_closed_meanwhile_takes_nothing_more() -> None:
+    settings = parse(None, {}, {"memory.size": "1MB"}).settings
+    background = ManualExecutor()
+    _, engine = build.build_engine(
+        settings, LAYOUT, name="x", clock=ManualClock(), metrics=Metrics(),
+        sealer=ManualExecutor(), background=background,
+    )  # fmt: skip
+    engine.close(0)
+    ends: list[object] = []
+    background.submit(lambda: None, lambda _, error: ends.append(error))
+    background.run_all()
+    background.poll()
+    assert ends == [None]
 
 
 def test_a_real_engine_is_built_and_closed() -> None:
     settings = parse(None, {}, {"memory.size": "1MB"}).settings
-    metrics, executor = Metrics(), ManualExecutor()
-    pool, engine = build.build_engine(
-        settings, LAYOUT, name="x", clock=ManualClock(), metrics=metrics, sealer=executor
-    )
+    metrics = Metrics()
+    pool, engine = build.build_engine(settings, LAYOUT, name="x", clock=ManualClock(), metrics=metrics)
     assert isinstance(pool, HostPool)
     assert pool.slots == 10**6 // LAYOUT.max_frame_bytes
     taken = metrics.take()
     assert taken is not None
     assert taken["gauges"]["pool_capacity_bytes"] == pool.capacity_bytes
-    drain(executor)
     engine.close(0)
