@@ -101,7 +101,7 @@ def test_the_log_says_what_users_look_for(served: Server) -> None:
     assert log.count("kvstow settings:") == 1
 
 
-def test_a_model_with_recurrent_state_is_refused_by_name(folder: Path) -> None:
+def test_a11_o4_a_model_with_recurrent_state_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ServerError, match=r"recurrent state \(MambaForCausalLM\)"), Server(
         tiny_mamba(), log=folder / "mamba.log", arguments=("--enforce-eager", "--max-model-len", "512")
     ):

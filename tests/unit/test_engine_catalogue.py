@@ -365,7 +365,7 @@ def test_k5_a_value_that_the_store_dropped_is_a_miss_and_stored_again() -> None:
     assert rig.below(1) == [True]
 
 
-def test_k5_a_value_dropped_between_probe_and_read_is_a_miss() -> None:
+def test_f4_k5_a_value_dropped_between_probe_and_read_is_a_miss() -> None:
     rig = Rig(slots=4)
     rig.put_below(1)
     rig.stores[0].faults = [Fault("read", delay=lambda: rig.inners[0].delete(keys(1)))]
@@ -404,3 +404,135 @@ def test_m4_a_miss_below_costs_one_round_trip_and_no_slot() -> None:
     rig.settle()
     assert len(reserved) == 1
     assert rig.stores[0].calls == {"contains": 20, "read": 1}
+
+
+def test_a2_a_slot_is_not_given_away_while_it_is_written() -> None:
+    rig = Rig(slots=4)
+    rig.put(1)
+    rig.run(only=[rig.sealer])
+
+    def pressure() -> None:
+        for i in range(10, 20):  # every other slot changes hands, several times
+            rig.put(i)
+
+    rig.stores[0].faults = [Fault("write", key(1), delay=pressure)]
+    rig.executors[0].run_next()
+    rig.engine.poll()
+    assert rig.below(1) == [True]
+    rig.engine.reset()
+    rig.settle()
+    rig.fetch("r", 1)
+    rig.settle()
+    [lease] = rig.engine.hold("r", keys(1))
+    assert_bytes(lease, key(1))
+    lease.release()
+    rig.assert_idle()
+
+
+@pytest.mark.parametrize("how", ["forget", "deadline", "reset"])
+def test_a2_a_slot_is_not_given_away_while_it_is_read_for_nobody_any_more(how: str) -> None:
+    rig = Rig(slots=4, limits=TierLimits(hung_after_s=1e6))
+    rig.put_below(1)
+
+    def leave() -> None:
+        if how == "forget":
+            rig.engine.forget("r")
+        elif how == "deadline":
+            rig.clock.advance(10)
+            rig.engine.poll()
+        else:
+            rig.engine.reset()
+        rig.put(10, 11, 12)
+        assert rig.engine.reserve(key(13), b"", TOKENS) is not None, "evicts one of them"
+
+    rig.stores[0].faults = [Fault("read", delay=leave)]
+    rig.fetch("r", 1)
+    rig.run()
+    rig.executors[0].run_all()
+    rig.engine.poll()
+    held = [(i, lease) for i in (10, 11, 12) for lease in rig.engine.hold("s", keys(i))]
+    assert len(held) == 2
+    for i, lease in held:
+        assert_bytes(lease, key(i))
+
+
+@pytest.mark.parametrize("damage", [{"flip_at": 4096 + 10}, {"flip_at": 2 * 4096 + 10}, {"short_by": 4096}])
+def test_a10_all_parts_of_a_chunk_come_back_or_none(damage: dict[str, int]) -> None:
+    """A chunk is one object: the part of one rank is not lost, evicted or damaged without the others."""
+    rig = Rig(slots=20, limits=TierLimits(read_batch_bytes=FRAME_BYTES))
+    rig.put_below(0, 1, 2, 3, 4)
+    rig.stores[0].faults = [Fault("read", key(3), **damage)]
+    rig.fetch("r", 0, 1, 2, 3, 4)
+    rig.settle()
+    assert rig.fetch("r", 0, 1, 2, 3, 4) == hit(3)
+    leases = rig.engine.hold("r", keys(0, 1, 2, 3, 4))
+    assert len(leases) == 3
+    for lease, i in zip(leases, range(3), strict=True):
+        assert len(lease.spans()) == 2
+        assert_bytes(lease, key(i))
+    assert rig.below(3) == [False], "and no part of it is found again"
+
+
+def test_m1_no_store_is_ever_called_on_the_engines_own_thread() -> None:
+    """Prompts that never come back: whatever the owner calls, the tier's work waits for its threads."""
+    rig = Rig(slots=8)
+    for i in range(50):
+        rig.fetch(f"r{i}", i)
+        rig.engine.missing(keys(i))
+        rig.engine.hold(f"r{i}", keys(i))
+        if lease := rig.engine.reserve(key(i), b"", TOKENS):
+            rig.engine.commit(lease)
+            lease.release()
+        rig.sealer.run_all()
+        rig.engine.poll()
+    assert rig.stores[0].calls == {}
+    rig.settle()
+    calls = rig.stores[0].calls
+    assert set(calls) == {"contains", "write"}, "nothing is read that nobody has"
+    assert calls["contains"] <= 50
+    assert calls["write"] <= 50
+
+
+def test_m2_a_shared_prefix_is_read_once_and_holds_up_nobody_else() -> None:
+    rig = Rig(slots=20)
+    rig.put_below(1, 2, 3)
+    rig.put(7)
+    rig.settle()
+    rig.stores[0].calls.clear()
+    owners = [f"r{i}" for i in range(10)]
+    for owner in owners:
+        assert rig.fetch(owner, 1, 2, 3).state is Found.PENDING
+        assert rig.fetch("other", 7) == hit(1)
+    rig.settle()
+    assert rig.stores[0].calls == {"contains": 1, "read": 1}
+    assert [rig.fetch(owner, 1, 2, 3) for owner in owners] == [hit(3)] * 10
+    for owner in owners:
+        rig.engine.forget(owner)
+    rig.assert_idle()
+
+
+def test_m3_what_has_arrived_is_known_at_once_whatever_the_place_in_the_queue() -> None:
+    rig = Rig(slots=200, limits=TierLimits(read_batch_bytes=1))
+    rig.put_below(*range(100))
+    for i in range(100):
+        rig.fetch(f"r{i}", i)
+    rig.run()
+    executor = rig.executors[0]
+    assert executor.pending == 100, "each is found and is being read"
+    executor.run(99)
+    rig.engine.poll()
+    assert rig.fetch("r99", 99) == hit(1)
+    assert rig.fetch("r0", 0).state is Found.PENDING
+
+
+def test_m6_waiting_for_a_slow_answer_asks_once() -> None:
+    rig = Rig(fetch_deadline_s=10.0)
+    rig.put_below(1)
+    for _ in range(500):
+        assert rig.fetch("r", 1).state is Found.PENDING
+        rig.clock.advance(0.001)
+        rig.engine.poll()
+    assert rig.executors[0].outstanding == 1
+    rig.settle()
+    assert rig.fetch("r", 1) == hit(1)
+    assert rig.stores[0].calls == {"contains": 1, "read": 1}
