@@ -113,8 +113,8 @@ def build_redis(settings: Settings, layout: ChunkLayout, *, clock: Clock, metric
         if (error.name or "").split(".")[0] != "redis":
             raise
         raise SettingsError("redis.url is set, and redis-py isn't installed: pip install 'kvstow[redis]'") from error
+    store = RedisStore(options, clock)
     try:
-        store = RedisStore(options, clock)
         store.ping()
     except (StoreUnavailable, StoreRefused) as error:
         logger.warning("Redis (%r) can't be used now, kvstow goes on without it: %s", options, error)
@@ -124,33 +124,36 @@ def build_redis(settings: Settings, layout: ChunkLayout, *, clock: Clock, metric
 
 def redis_options(settings: Settings) -> RedisOptions:
     """What a Redis store is given. Raises ``SettingsError``, never with a password."""
-    given = settings.redis
+    url = settings.redis.url.reveal() if settings.redis.url else ""
     try:
-        address = parse_address(given.url.reveal() if given.url else "", given.topology)
+        address = parse_address(url, settings.redis.topology)
     except ValueError as error:
         raise SettingsError(f"redis.url: {error}") from error
-    for name in ("tls_ca", "tls_cert", "tls_key"):
-        path = getattr(given, name)
+    tls = Tls(
+        settings.redis.tls_ca, settings.redis.tls_cert, settings.redis.tls_key, settings.redis.tls_check_hostname
+    )
+    for name, path in (("tls_ca", tls.ca_file), ("tls_cert", tls.cert_file), ("tls_key", tls.key_file)):
         if path is not None and not address.tls:
             raise SettingsError(f"redis.{name} is set and redis.url isn't rediss://")
         if path is not None and not os.access(path, os.R_OK):
             raise SettingsError(f"redis.{name} {path} can't be read")
-    if "{" in given.prefix or "}" in given.prefix:
+    if set("{}") & set(settings.redis.prefix):
         raise SettingsError("redis.prefix must be without braces: they would put all chunks on one node of a Cluster")
-    if not MIN_PART_BYTES <= given.part_size <= MAX_PART_BYTES:
-        raise SettingsError(f"redis.part_size {format_size(given.part_size)}: set it to 64KiB at least, 512MB at most")
+    if not MIN_PART_BYTES <= settings.redis.part_size <= MAX_PART_BYTES:
+        size = format_size(settings.redis.part_size)
+        raise SettingsError(f"redis.part_size {size}: set it to 64KiB at least, 512MB at most")
     return RedisOptions(
         address,
-        topology=given.topology,
-        service=given.sentinel_service,
-        sentinel_username=given.sentinel_username,
-        sentinel_password=given.sentinel_password.reveal() if given.sentinel_password else None,
-        tls=Tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_check_hostname),
-        prefix=given.prefix,
-        ttl_s=given.ttl,
-        part_bytes=given.part_size,
-        timeout_s=given.timeout_ms / 1e3,
-        connect_timeout_s=given.connect_timeout_ms / 1e3,
+        topology=settings.redis.topology,
+        service=settings.redis.sentinel_service,
+        sentinel_username=settings.redis.sentinel_username,
+        sentinel_password=password.reveal() if (password := settings.redis.sentinel_password) else None,
+        tls=tls,
+        prefix=settings.redis.prefix,
+        ttl_s=settings.redis.ttl,
+        part_bytes=settings.redis.part_size,
+        timeout_s=settings.redis.timeout_ms / 1e3,
+        connect_timeout_s=settings.redis.connect_timeout_ms / 1e3,
     )
 
 

@@ -51,6 +51,21 @@ SENTINELS: dict[str, tuple[str, Any, Any]] = {
     "disk.admission": ("second_sight", "second_sight", "second_sight"),
     "disk.scrub_rate": ("1MB", "1MB", 10**6),
     "disk.threads": ("2", 2, 2),
+    "redis.url": ("redis://u:pw@h/1", "redis://u:pw@h/1", Secret("redis://u:pw@h/1")),
+    "redis.topology": ("cluster", "cluster", "cluster"),
+    "redis.sentinel_service": ("kv", "kv", "kv"),
+    "redis.sentinel_username": ("kv", "kv", "kv"),
+    "redis.sentinel_password": ("pw", "pw", Secret("pw")),
+    "redis.tls_ca": ("/ca.pem", "/ca.pem", "/ca.pem"),
+    "redis.tls_cert": ("/c.pem", "/c.pem", "/c.pem"),
+    "redis.tls_key": ("/c.key", "/c.key", "/c.key"),
+    "redis.tls_check_hostname": ("false", False, False),
+    "redis.prefix": ("prod-", "prod-", "prod-"),
+    "redis.ttl": ("3600", 3600, 3600),
+    "redis.part_size": ("1MiB", "1MiB", 1 << 20),
+    "redis.timeout_ms": ("5", 5, 5),
+    "redis.connect_timeout_ms": ("6", 6, 6),
+    "redis.threads": ("7", 7, 7),
 }
 KNOWN = {leaf.key: leaf for leaf in leaves()}
 
@@ -113,7 +128,7 @@ def test_precedence_rises_from_file_to_environment_to_extra_config(yaml_file: di
     effective = parse("f", env, {"memory": {"size": "3GB"}})
     memory = Memory(size=3 * 10**9, policy="s3fifo")
     assert effective.settings == Settings(chunk_size=1, fetch_deadline_ms=2, memory=memory)
-    assert {key: source for key, source in effective.sources.items() if not key.startswith("disk.")} == {
+    assert {key: source for key, source in effective.sources.items() if not key.startswith(("disk.", "redis."))} == {
         "chunk_size": "f",
         "save_decode": "default",
         "fetch_deadline_ms": "KVSTOW_FETCH_DEADLINE_MS",

@@ -88,9 +88,9 @@ def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Work
 def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """What must happen in the scheduler's constructor: vLLM reads the load failure policy right after it."""
     block_geometry(vllm_config, kv_cache_config)
-    if _settings(vllm_config).settings.disk.paths:
+    for tier in _outliving(_settings(vllm_config).settings):
         algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-        require_fixed_root(algorithm, variable(SEED_VARIABLE), "disk")
+        require_fixed_root(algorithm, variable(SEED_VARIABLE), tier)
     transfer = _transfer(vllm_config)
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
@@ -138,6 +138,12 @@ def scheduler_side(
     )
 
 
+def _outliving(settings: Settings) -> dict[str, str]:
+    """Tiers that keep KV after this process, and the setting that asks for each."""
+    asked = {"disk": ("disk.paths", settings.disk.paths), "redis": ("redis.url", settings.redis.url)}
+    return {tier: key for tier, (key, value) in asked.items() if value}
+
+
 def _lower_tiers(
     vllm_config: VllmConfig,
     settings: Settings,
@@ -153,11 +159,14 @@ def _lower_tiers(
         about = identity.describe()
         return about if namespace == identity.namespace else {"parent": about.pop("namespace"), **about}
 
-    if settings.disk.paths and identity.not_persistent is not None:
-        raise UnsupportedError(f"disk.paths is set, but this KV can't be kept on disk: {identity.not_persistent}")
+    for tier, key in _outliving(settings).items():
+        if identity.not_persistent is not None:
+            where = "on disk" if tier == "disk" else f"in tier {tier}"
+            raise UnsupportedError(f"{key} is set, but this KV can't be kept {where}: {identity.not_persistent}")
     device = vllm_config.parallel_config.data_parallel_rank_local or 0
     disk = build.build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device)
-    return [disk] if disk is not None else []
+    redis = build.build_redis(settings, layout, clock=clock, metrics=metrics)
+    return [tier for tier in (disk, redis) if tier is not None]
 
 
 def _mount(pool: PoolRef, hellos: dict[tuple[int, int], Hello], order: list[tuple[int, int]]) -> Mount:

@@ -1,0 +1,208 @@
+"""The Redis tier against plain sockets that move the same bytes, same server, sides alternating, medians.
+
+Raw is GET and SET of whole frames over blocking sockets, each thread one socket and one slot, nothing else. The tier
+also goes through redis-py's pool of connections, keeps to its deadlines, writes envelopes, splits what is larger than
+``part_size``, and, reading, verifies the frame's checksum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from kvstow import frame
+from kvstow.key import ChunkKey, Namespace
+from kvstow.layout import HEADER_BYTES, GroupLayout
+from kvstow.runtime import SystemClock, ThreadExecutor
+from kvstow.store.base import Done
+from kvstow.store.redis import RedisOptions
+from kvstow.store.redis.options import parse_address
+from kvstow.store.redis.store import RedisStore
+from kvstow.testing.redis_server import RedisServer, program
+
+OUT: Final = Path(__file__).resolve().parent.parent / "out"
+SIZES_MIB: Final = (1, 4, 32)
+ROUND_BYTES: Final = 256 << 20
+DEPTH: Final = 4
+ROUNDS: Final = 15
+FIRST_ROUNDS_DROPPED: Final = 1  # connections made, the server's memory taken from the system
+NAMESPACE: Final = Namespace.from_fields({"made by": "bench"})
+SEEN: Final = ("get", "put")
+
+Work = Callable[[int, memoryview], None]  # chunk, slot
+
+
+class Raw:
+    """One socket. SET and GET of whole values."""
+
+    def __init__(self, port: int) -> None:
+        self._sock = socket.create_connection(("127.0.0.1", port))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def put(self, chunk: int, slot: memoryview) -> None:
+        name = b"raw:%d" % chunk
+        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, len(slot))
+        left: list[Any] = [memoryview(head), slot, memoryview(b"\r\n")]
+        while left:
+            sent = self._sock.sendmsg(left)
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if sent:
+                left[0] = left[0][sent:]
+        assert self._sock.recv(64) == b"+OK\r\n"
+
+    def get(self, chunk: int, slot: memoryview) -> None:
+        name = b"raw:%d" % chunk
+        self._sock.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name))
+        expected = b"$%d\r\n" % len(slot)
+        head = self._sock.recv(len(expected), socket.MSG_WAITALL)
+        assert head == expected
+        at = 0
+        while at < len(slot):
+            at += self._sock.recv_into(slot[at:])
+        assert self._sock.recv(2, socket.MSG_WAITALL) == b"\r\n"
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class Tier:
+    def __init__(self, store: RedisStore, group: GroupLayout) -> None:
+        self._store = store
+        self._group = group
+
+    @staticmethod
+    def key(chunk: int) -> ChunkKey:
+        return ChunkKey.build(NAMESPACE, 0, chunk.to_bytes(32, "little"))
+
+    def put(self, chunk: int, slot: memoryview) -> None:
+        assert self._store.write([(self.key(chunk), [slot])]) == [Done(len(slot))]
+
+    def get(self, chunk: int, slot: memoryview) -> None:
+        key = self.key(chunk)
+        assert self._store.read([(key, slot)]) == [Done(len(slot))]
+        frame.check(slot, len(slot), key, self._group)
+
+
+def timed(executor: ThreadExecutor, works: Sequence[Work], slots: Sequence[memoryview], chunks: int) -> float:
+    """Seconds until every chunk was taken, each thread with a work and a slot of its own."""
+    left = iter(range(chunks))
+    faults: list[BaseException] = []
+
+    def take(thread: int) -> None:
+        for chunk in left:  # one step of an iterator over a range is atomic
+            works[thread](chunk, slots[thread])
+
+    def ended(_: None, error: BaseException | None) -> None:
+        if error is not None:
+            faults.append(error)
+
+    began = time.perf_counter()
+    for thread in range(DEPTH):
+        executor.submit(partial(take, thread), ended)
+    while executor.outstanding:
+        executor.wait(60.0)
+        executor.poll()
+    took = time.perf_counter() - began
+    if faults:
+        raise faults[0]
+    return took
+
+
+def measure(server: RedisServer, mib: int, rounds: int) -> dict[str, float]:
+    """GB/s of both sides and ways for frames of ``mib`` MiB, and the tier's shares of raw."""
+    group = GroupLayout(32, 1, ((mib << 20) - HEADER_BYTES,))
+    chunks = ROUND_BYTES // group.frame_bytes
+    memory = memoryview(mmap.mmap(-1, DEPTH * group.frame_bytes))
+    slots = [memory[i * group.frame_bytes :][: group.frame_bytes] for i in range(DEPTH)]
+    store, executor = _open(server), ThreadExecutor("bench", threads=DEPTH)
+    raw, tier = [Raw(server.port) for _ in range(DEPTH)], Tier(store, group)
+    took: dict[str, list[float]] = {f"{who}_{way}": [] for who in ("raw", "tier") for way in SEEN}
+    for slot in slots:
+        slot[:] = os.urandom(4096) * (group.frame_bytes // 4096)
+
+    def run(name: str, works: Sequence[Work]) -> None:
+        took[name].append(timed(executor, works, slots, chunks))
+
+    for round_ in range(rounds + FIRST_ROUNDS_DROPPED):
+        sides = ("raw", "tier") if round_ % 2 else ("tier", "raw")
+        for way in ("put", "get"):
+            for side in sides:
+                works = [getattr(raw[i] if side == "raw" else tier, way) for i in range(DEPTH)]
+                run(f"{side}_{way}", works)
+                if way == "put":  # each side writes into an emptied server; frames of their own are read
+                    server.ask("FLUSHALL", "SYNC")
+            if way == "put":
+                for chunk in range(chunks):
+                    frame.seal(slots[0], tier.key(chunk), group, 32, b"", 0.0)
+                    tier.put(chunk, slots[0])
+                    raw[0].put(chunk, slots[0])
+        server.ask("FLUSHALL", "SYNC")
+    for one in raw:
+        one.close()
+    executor.close(5.0)
+    store.close()
+    result = {
+        f"{name}_gb_s": chunks * group.frame_bytes / 1e9 / statistics.median(times[FIRST_ROUNDS_DROPPED:])
+        for name, times in took.items()
+    }
+    return result | {f"{way}_over_raw": result[f"tier_{way}_gb_s"] / result[f"raw_{way}_gb_s"] for way in SEEN}
+
+
+def _open(server: RedisServer) -> RedisStore:
+    return RedisStore(RedisOptions(parse_address(server.url)), SystemClock())
+
+
+def run(rounds: int = ROUNDS) -> dict[str, Any]:
+    """``{"redis": {"get_over_raw": ..., "put_over_raw": ..., "mib_4": {...}}}``: the least of the sizes, and each."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = RedisServer(Path(folder)).start()
+        try:
+            sizes = {f"mib_{mib}": measure(server, mib, rounds) for mib in SIZES_MIB}
+        finally:
+            server.kill()
+    least = {f"{way}_over_raw": min(size[f"{way}_over_raw"] for size in sizes.values()) for way in SEEN}
+    shape = {"depth": DEPTH, "rounds": rounds, "server": Path(program() or "").name}
+    return {"redis": {**least, **sizes, **shape}}
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The result for people."""
+    redis = result["redis"]
+    title = f"{redis['server']} on loopback, {redis['depth']} chunks at a time, GB/s"
+    view = Table(title=title, title_justify="left")
+    for column in ("chunk", "get raw", "tier", "tier/raw", "put raw", "tier", "tier/raw"):
+        view.add_column(column, justify="right")
+    for mib in SIZES_MIB:
+        size = redis[f"mib_{mib}"]
+        cells = [size[name] for way in SEEN for name in (f"raw_{way}_gb_s", f"tier_{way}_gb_s", f"{way}_over_raw")]
+        view.add_row(f"{mib} MiB", *(f"{cell:.2f}" for cell in cells))
+    return view
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--out", type=Path, default=OUT / "bench_redis.json")
+    arguments = parser.parse_args()
+    result = run(arguments.rounds)
+    Console().print(table(result))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Which connections lead to a name, by redis-py: one server, the master that Sentinels name, or a Cluster."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelConnectionPool
+
+from kvstow.store.redis.options import RedisOptions
+
+
+class Servers(Protocol):
+    """redis-py's pools of connections."""
+
+    def pool(self, name: bytes) -> ConnectionPool:
+        """Of the server that has ``name``."""
+        ...
+
+    def doubt(self) -> None:
+        """A server didn't answer, or said that it isn't the right one: look again who is."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_servers(options: RedisOptions) -> Servers:
+    """Connects to nothing yet."""
+    if options.topology == "cluster":
+        return _Cluster(options)
+    if options.topology == "sentinel":
+        return _Pool(_sentinel_pool(options))
+    address, arguments = options.address, _connection_arguments(options)
+    if address.path is not None:
+        return _Pool(
+            ConnectionPool(connection_class=UnixDomainSocketConnection, path=address.path, db=address.db, **arguments)
+        )
+    [(host, port)] = address.hosts
+    kind = SSLConnection if address.tls else Connection
+    arguments |= _tls_arguments(options)
+    return _Pool(ConnectionPool(connection_class=kind, host=host, port=port, db=address.db, **arguments))
+
+
+def _connection_arguments(options: RedisOptions) -> dict[str, Any]:
+    return {
+        "username": options.address.username,
+        "password": options.address.password,
+        "socket_timeout": options.timeout_s,
+        "socket_connect_timeout": options.connect_timeout_s,
+        "retry": Retry(NoBackoff(), 0),  # the breaker decides when to ask again
+        "protocol": 2,  # without push messages between replies
+    }
+
+
+def _tls_arguments(options: RedisOptions) -> dict[str, Any]:
+    tls = options.tls
+    if not options.address.tls:
+        return {}
+    return {
+        "ssl_ca_certs": tls.ca_file,
+        "ssl_certfile": tls.cert_file,
+        "ssl_keyfile": tls.key_file,
+        "ssl_check_hostname": tls.check_hostname,
+    }
+
+
+def _sentinel_pool(options: RedisOptions) -> ConnectionPool:
+    address = options.address
+    tls = {"ssl": True, **_tls_arguments(options)} if address.tls else {}
+    data = {**_connection_arguments(options), **tls, "db": address.db}
+    own = {"username": options.sentinel_username, "password": options.sentinel_password}
+    sentinel = Sentinel(list(address.hosts), sentinel_kwargs={**_connection_arguments(options), **tls, **own}, **data)
+    return SentinelConnectionPool(options.service, sentinel, is_master=True, **sentinel.connection_kwargs)
+
+
+class _Pool:
+    """One server at a time."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+
+    def pool(self, name: bytes) -> ConnectionPool:
+        return self._pool
+
+    def doubt(self) -> None:
+        """Connections that are open may lead to a server that is no longer the master."""
+        self._pool.disconnect(inuse_connections=False)
+
+    def close(self) -> None:
+        self._pool.disconnect()
+
+
+class _Cluster:
+    """Asks the given nodes who has what; asks again after ``doubt``, then also those that it was told of."""
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._cluster: RedisCluster | None = None
+        self._doubted = False
+
+    def pool(self, name: bytes) -> ConnectionPool:
+        with self._lock:
+            cluster = self._known()
+            node = cluster.get_node_from_key(name)
+            if node is None:
+                self._doubted = True
+                raise redis.exceptions.ClusterDownError("nobody has the key's slot")
+            return cluster.get_redis_connection(node).connection_pool
+
+    def _known(self) -> RedisCluster:
+        try:
+            if self._cluster is None:
+                self._cluster = self._ask()
+            elif self._doubted:
+                self._cluster.nodes_manager.initialize()
+            self._doubted = False
+        except redis.exceptions.RedisError:
+            self._forget()  # the nodes that it was told of are all gone: begin with the given ones
+            raise
+        return self._cluster
+
+    def _ask(self) -> RedisCluster:
+        options = self._options
+        arguments = {**_connection_arguments(options), **_tls_arguments(options)}
+        if options.address.tls:
+            arguments["ssl"] = True
+        nodes = [ClusterNode(host, port) for host, port in options.address.hosts]
+        return RedisCluster(startup_nodes=nodes, require_full_coverage=False, **arguments)
+
+    def doubt(self) -> None:
+        with self._lock:
+            self._doubted = True
+
+    def close(self) -> None:
+        with self._lock:
+            self._forget()
+
+    def _forget(self) -> None:
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.close()
