@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -112,8 +113,18 @@ def _checked(leaf: Leaf, raw: object, source: str, *, from_text: bool) -> Any:
     try:
         return leaf.parse(raw, from_text=from_text)
     except ValueError as error:
-        value = "" if leaf.kind == SECRET else f" = {str(raw)[:SHOWN_CHARACTERS]!r}"
+        value = "" if leaf.kind == SECRET else f" = {_shown(raw)}"
         raise SettingsError(f"setting {leaf.key}{value} (from {source}): {error}") from None
+
+
+def _shown(raw: object) -> str:
+    """A wrong value, for a message. Of aliases of aliases, in YAML, the text may be endless."""
+    if isinstance(raw, str):
+        return repr(raw[:SHOWN_CHARACTERS])
+    try:
+        return repr(reprlib.repr(raw)[:SHOWN_CHARACTERS])
+    except ValueError:  # an integer of thousands of digits
+        return f"a huge {type(raw).__name__}"
 
 
 def _build(known: Iterable[Leaf], values: Mapping[str, Any]) -> Settings:

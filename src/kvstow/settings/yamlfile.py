@@ -50,7 +50,7 @@ def parse_yaml(content: bytes, path: str) -> Any:
         raise SettingsError(f"the settings file {path}{line} isn't valid YAML: {error.problem}") from None
     except SettingsError:
         raise  # a ValueError too
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError, KeyError) as error:  # the last two: a tag
         raise SettingsError(f"the settings file {path} isn't valid YAML: {type(error).__name__}") from None
 
 
