@@ -69,13 +69,9 @@ def measure(case: Case, rounds: int = ROUNDS, layout: str = "packed_lbhnc") -> d
         Transfer(Place("pool", (Span(i * pitch + HEADER_BYTES, chunk_bytes),)), ids[i * per : (i + 1) * per])
         for i in range(chunks)
     ]
-    executor = ThreadExecutor("copy")
-    device = CpuDevice(executor, SystemClock())
+    device = CpuDevice(ThreadExecutor("copy"), SystemClock())
     device.attach(built.caches, [built.specs])
     device.map_pool(pool, 0)
-    while executor.outstanding:  # the pool's first touch, which goes on in the background
-        executor.wait(1.0)
-        device.finished()
 
     def copy(start: Callable[[int, list[Transfer]], None]) -> None:
         start(1, transfers)

@@ -60,6 +60,11 @@ def copy_executor() -> Executor:
     return ThreadExecutor("copy")
 
 
+def touch_executor() -> Executor:
+    """A thread on which a CPU worker touches the pool for the first time, so that no copy has to."""
+    return ThreadExecutor("touch")
+
+
 def build_disk(
     settings: Settings,
     layout: ChunkLayout,

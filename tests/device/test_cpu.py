@@ -75,8 +75,6 @@ def test_nothing_is_copied_on_the_callers_thread() -> None:
 def test_a_full_queue_fails_the_ticket() -> None:
     device, executor = by_hand(queue_limit=1)
     _, host = TestCpuDevice().attach(device, TestCpuDevice().build("mla"))
-    executor.run_all()  # the pool's first touch
-    executor.poll()
     device.copy_out(1, [Transfer(host.place(0), [1])])
     device.copy_out(2, [Transfer(host.place(1), [2]), Transfer(host.place(2), [3])])
     [refused] = device.finished()
@@ -85,20 +83,33 @@ def test_a_full_queue_fails_the_ticket() -> None:
     assert [finished.ticket for finished in device.finished()] == [1]
 
 
-def test_the_pool_is_touched_piece_by_piece_behind_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_is_touched_piece_by_piece_beside_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[tuple[int, int]] = []
     monkeypatch.setattr(cpu, "populate", lambda view, offset, length: touched.append((offset, length)))
     monkeypatch.setattr(cpu, "POPULATE_BYTES", 4096)
-    device, executor = by_hand()
+    toucher = ManualExecutor()
+    device = CpuDevice(ManualExecutor(), ManualClock(), toucher=toucher)
     _, host = TestCpuDevice().attach(device, TestCpuDevice().build("mla"))
-    device.copy_out(1, [Transfer(host.place(0), [1])])
-    executor.run_next()
-    assert touched == [], "a copy waited for the pool"
-    while executor.outstanding:
-        executor.run_all()
-        device.finished()
+    assert touched == []
+    toucher.run_all()
     total = len(host.memory)
     assert touched == [(at, min(4096, total - at)) for at in range(0, total, 4096)]
+
+
+def test_a_closed_device_stops_touching(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[int] = []
+    toucher = ManualExecutor()
+    device = CpuDevice(ManualExecutor(), ManualClock(), toucher=toucher)
+
+    def touch(view: memoryview, offset: int, length: int) -> None:
+        touched.append(offset)
+        device.close()
+
+    monkeypatch.setattr(cpu, "populate", touch)
+    monkeypatch.setattr(cpu, "POPULATE_BYTES", 4096)
+    TestCpuDevice().attach(device, TestCpuDevice().build("mla"))
+    toucher.run_all()
+    assert touched == [0]
 
 
 def test_a_fence_that_runs_out_of_time_fails_its_copies_for_good() -> None:

@@ -26,7 +26,7 @@ from kvstow.hostmem import populate
 from kvstow.layout import GroupPages
 from kvstow.runtime import Clock, Executor
 
-POPULATE_BYTES: Final = 32 << 20  # 7 to 17 ms of the copying thread
+POPULATE_BYTES: Final = 32 << 20  # 7 to 17 ms, after which a close is noticed
 FENCE_TIMEOUT_S: Final = 30.0  # tens of GB at memory speed: what takes longer is stuck
 UNITS: Final = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -208,13 +208,20 @@ class CpuDevice:
     ``executor`` is this device's own, with one thread, which makes tickets end in the order in which they came; the
     device closes it. A copy that the executor has no room for fails at once. ``copy_out`` is called after the
     forward returned and ``copy_in`` before anyone reads the blocks, so on a CPU that is all the ordering there is;
-    ``fence`` waits.
+    ``fence`` waits. On ``toucher``, closed with the device, the pool is touched for the first time; None: by the copies.
     """
 
     def __init__(
-        self, executor: Executor, clock: Clock, *, mover: Mover | None = None, fence_timeout_s: float = FENCE_TIMEOUT_S
+        self,
+        executor: Executor,
+        clock: Clock,
+        *,
+        toucher: Executor | None = None,
+        mover: Mover | None = None,
+        fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
         self._executor = executor
+        self._toucher = toucher
         self._clock = clock
         self._mover = mover or TorchMover()
         self._fence_timeout_s = fence_timeout_s
@@ -240,16 +247,15 @@ class CpuDevice:
         with torch.inference_mode(False):
             self._pool = torch.frombuffer(pool, dtype=torch.uint8)
         self._shard = shard
-        self._populate(pool, 0)
+        if self._toucher is not None:
+            self._toucher.submit(lambda: self._touch(pool), lambda _, error: None)
 
-    def _populate(self, pool: memoryview, offset: int) -> None:
-        """Map the pool's pages piece by piece, behind whatever is to be copied: a first touch costs 6 to 13 copies."""
-        length = min(POPULATE_BYTES, len(pool) - offset)
-        if length > 0 and not self._closed:
-            self._executor.submit(
-                lambda: populate(pool, offset, length),
-                lambda _, error: None if error else self._populate(pool, offset + length),
-            )
+    def _touch(self, pool: memoryview) -> None:
+        """Map the pool's pages, while nobody waits for it: a first touch costs as much as 6 to 13 copies."""
+        for offset in range(0, len(pool), POPULATE_BYTES):
+            if self._closed:
+                return
+            populate(pool, offset, min(POPULATE_BYTES, len(pool) - offset))
 
     def copy_out(self, ticket: int, transfers: Sequence[Transfer]) -> None:
         self._start(ticket, transfers, load=False)
@@ -282,9 +288,7 @@ class CpuDevice:
             return Finished(ticket, tuple(failed), error_text, moved, clock.monotonic() - began)
 
         self._in_flight[ticket] = len(batch)
-        if self._closed or not self._executor.submit(
-            work, lambda done, error: self._end(ticket, done, error), urgent=True
-        ):
+        if self._closed or not self._executor.submit(work, lambda done, error: self._end(ticket, done, error)):
             self._end(ticket, None, CopyError("the device is closed, or its queue of copies is full"))
 
     def _end(self, ticket: int, done: Finished | None, error: BaseException | None) -> None:
@@ -315,6 +319,8 @@ class CpuDevice:
         if self._closed:
             return
         self._closed = True
+        if self._toucher is not None:
+            self._toucher.close(self._fence_timeout_s)
         with suppress(CopyError):  # each copy that does not end is reported as failed
             self.fence(tuple(self._in_flight))
         self._executor.close(self._fence_timeout_s)

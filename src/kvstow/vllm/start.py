@@ -64,7 +64,7 @@ def _make_device(kind: str) -> Device:
     if kind == "cpu":
         from kvstow.device.cpu import CpuDevice
 
-        return CpuDevice(build.copy_executor(), SystemClock())
+        return CpuDevice(build.copy_executor(), SystemClock(), toucher=build.touch_executor())
     if kind == "cuda":
         from vllm import _custom_ops
 
