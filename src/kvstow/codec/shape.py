@@ -1,0 +1,132 @@
+"""What the bytes of a chunk's shard are: numbers of one type, in pages whose axes are known by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+DTYPES: Final[dict[str, int]] = {  # name to its code in an encoded span; never reuse one
+    "float32": 1,
+    "bfloat16": 2,
+    "float16": 3,
+    "float8": 4,  # e4m3 or e5m2, and other KV of one byte an element, such as int8
+}
+_WORDS: Final = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16, "float8": np.uint8}
+_UNKNOWN_LAYER_BYTES: Final = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """One shard's payload: ``layers`` in order, each its ``blocks`` in order, each a page of ``order``'s axes.
+
+    Axes of a page, outermost first in memory: ``k`` planes (K and V; 1 for MLA's latent), ``h`` heads, ``n`` tokens of
+    a block, ``c`` numbers of one head and token. A *channel* is one (layer, plane, head, c).
+    """
+
+    dtype: str
+    layers: int
+    blocks: int
+    planes: int
+    heads: int
+    tokens: int  # of a block
+    size: int
+    order: str = "khnc"
+    known: bool = True  # False: the axes are made up, and only exact codecs may be used
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES or sorted(self.order) != list("chkn"):
+            raise ValueError(f"dtype {self.dtype!r}, order {self.order!r}")
+        if min(self.layers, self.blocks, self.planes, self.heads, self.tokens, self.size) < 1:
+            raise ValueError(f"{self}: an axis is empty")
+
+    @classmethod
+    def unknown(cls, dtype: str, length: int) -> KVShape:
+        """``length`` bytes of which only the type is known. Raises ``ValueError`` unless they are whole numbers."""
+        item = np.dtype(_WORDS[dtype]).itemsize
+        if length % item or length < item:
+            raise ValueError(f"{length} bytes of {dtype}")
+        layers = 1
+        while length // item % (layers * 2) == 0 and length // layers > _UNKNOWN_LAYER_BYTES:
+            layers *= 2
+        return cls(dtype, layers, 1, 1, 1, length // item // layers, 1, known=False)
+
+    @property
+    def word(self) -> npt.DTypeLike:
+        """The unsigned type of a number's bits."""
+        return _WORDS[self.dtype]
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number."""
+        return np.dtype(self.word).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.layers * self.layer_numbers * self.item
+
+    @property
+    def layer_numbers(self) -> int:
+        return self.blocks * prod(self.page)
+
+    @property
+    def channels(self) -> int:
+        """Of one layer."""
+        return self.planes * self.heads * self.size
+
+    @property
+    def page(self) -> tuple[int, ...]:
+        return tuple({"k": self.planes, "h": self.heads, "n": self.tokens, "c": self.size}[axis] for axis in self.order)
+
+    def axes(self, letters: str) -> tuple[int, ...]:
+        """Where ``letters`` are among the axes of a layer, ``b`` (blocks) and then ``order``."""
+        return tuple(f"b{self.order}".index(letter) for letter in letters)
+
+    def over(self, letters: str) -> tuple[int, ...]:
+        """A layer's shape with every axis but ``letters`` of length 1: what broadcasts over a layer."""
+        return tuple(
+            size if letter in letters else 1
+            for letter, size in zip(f"b{self.order}", (self.blocks, *self.page), strict=True)
+        )
+
+    def layer(self, array: Array) -> Array:
+        """One layer's numbers, flat, with its axes."""
+        return array.reshape(self.blocks, *self.page)
+
+
+def shape_of(
+    layout: str,
+    dtype: str,
+    *,
+    layers: int,
+    blocks: int,
+    block_tokens: int,
+    heads: int,
+    size: int,
+    page_bytes: int,
+    planes_outside: bool = False,
+) -> KVShape:
+    """The shape behind a page layout's name (``kvstow.device.pages``), such as ``packed_heads.hnc``.
+
+    ``page_bytes``: of one layer's block. ``planes_outside``: in a ``packed_heads`` page the K rows of all tokens come
+    before the V rows, as vLLM's CPU backend has them; else each token's K row is followed by its V row. Pages that
+    cannot be explained are bytes of which only the type is known.
+    """
+    form, _, order = layout.partition(".")
+    planes = 1 if form == "mla" else 2
+    if form == "packed_heads" and "n" in order:
+        order = order.replace("n", "kn" if planes_outside else "nk", 1) if "k" not in order else order
+    elif form == "kv_pair":
+        order = "k" + order
+    order = "".join(axis for axis in "khnc" if axis not in order) + order
+    length = layers * blocks * page_bytes
+    if sorted(order) == list("chkn"):
+        shape = KVShape(dtype, layers, blocks, planes, heads, block_tokens, size, order)
+        if shape.nbytes == length:
+            return shape
+    return KVShape.unknown(dtype, length)
