@@ -186,7 +186,8 @@ def test_dependencies_are_explained() -> None:
         return re.split(r"[=<>~!\[ ]", package)[0].lower().replace("_", "-")
 
     page = prose(DOCS / "dependencies.md")
-    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     run_time = page.split("## The demo")[0]
     listed = {plain(row[0]) for row in rows(DOCS / "dependencies.md") if f"| {row[0]} |" in run_time} - {"package"}
     assert listed == {plain(package) for package in ours}

@@ -138,10 +138,10 @@ def scheduler_side(
     )
 
 
-def _outliving(settings: Settings) -> dict[str, str]:
-    """Tiers that keep KV after this process, and the setting that asks for each."""
-    asked = {"disk": ("disk.paths", settings.disk.paths), "redis": ("redis.url", settings.redis.url)}
-    return {tier: key for tier, (key, value) in asked.items() if value}
+def _outliving(settings: Settings) -> list[str]:
+    """Tiers that keep KV after this process."""
+    asked = {"disk": settings.disk.paths, "redis": settings.redis.url}
+    return [tier for tier, value in asked.items() if value]
 
 
 def _lower_tiers(
@@ -159,10 +159,10 @@ def _lower_tiers(
         about = identity.describe()
         return about if namespace == identity.namespace else {"parent": about.pop("namespace"), **about}
 
-    for tier, key in _outliving(settings).items():
-        if identity.not_persistent is not None:
-            where = "on disk" if tier == "disk" else f"in tier {tier}"
-            raise UnsupportedError(f"{key} is set, but this KV can't be kept {where}: {identity.not_persistent}")
+    if settings.disk.paths and identity.not_persistent is not None:
+        raise UnsupportedError(f"disk.paths is set, but this KV can't be kept on disk: {identity.not_persistent}")
+    if settings.redis.url and identity.not_persistent is not None:
+        raise UnsupportedError(f"redis.url is set, but this KV can't be kept in Redis: {identity.not_persistent}")
     device = vllm_config.parallel_config.data_parallel_rank_local or 0
     disk = build.build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device)
     redis = build.build_redis(settings, layout, clock=clock, metrics=metrics)
