@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstow.errors import UnsupportedError
-from kvstow.testing.sim_requests import SimBlocks, SimRequest
+from kvstow.testing.sim_requests import SimBlocks, SimCached, SimNew, SimOutput, SimRequest
 from kvstow.vllm.groups import block_geometry, refuse_unserved_model
 from kvstow.vllm.metadata import JobReport, WorkerMeta
 from tests.engine_contract.sim import Sim, prompt
@@ -74,6 +74,41 @@ def test_d3_resumed_with_other_blocks() -> None:
     assert sim.loads() > 0
     assert all(sim.held(request) == (request.num_tokens - 1) // 32 for request in sim.requests.values())
     sim.close()
+
+
+def _stored(sim: Sim, request: SimRequest, computed: int, scheduled: int, *, new: bool) -> int:
+    """Chunks that a step of ``scheduled`` tokens stores; ``new``: vLLM shows all of the request's blocks."""
+    blocks = (list(range(1, 21)),)
+    output = SimOutput(num_scheduled_tokens={request.request_id: scheduled})
+    if new:
+        output.scheduled_new_reqs = [SimNew(request.request_id, request.prompt_token_ids, blocks, computed)]
+    else:
+        output.scheduled_cached_reqs = SimCached([request.request_id], set(), {}, [None], [computed])
+    meta = sim.stack.connector.build_connector_meta(output)
+    return sum(len(job.copies) for job in meta.stores)
+
+
+def test_d3_a_session_that_goes_on_stores_what_is_new() -> None:
+    sim = Sim()
+    request = SimRequest("session", prompt(40), 1, 16)
+    request.resumable = True
+    sim.stack.connector.get_num_new_matched_tokens(request, 0)
+    assert _stored(sim, request, 0, 40, new=True) == 2
+    request.append(prompt(60, seed=1))
+    request.num_prompt_tokens = request.num_tokens
+    assert _stored(sim, request, 40, 4, new=True) == 0, "no chunk is complete"
+    assert _stored(sim, request, 44, 56, new=False) == 4
+    sim.stack.close()
+
+
+def test_d3_resumed_as_if_it_were_new() -> None:
+    sim = Sim()
+    request = SimRequest("resumed", prompt(40), 1, 16)
+    sim.stack.connector.get_num_new_matched_tokens(request, 0)
+    assert _stored(sim, request, 0, 40, new=True) == 2
+    sim.stack.side.update_from_workers(WorkerMeta(jobs={0: JobReport(1, {0, 1}, 0, 0.1)}))  # the copy failed
+    assert _stored(sim, request, 0, 40, new=True) == 2, "as vLLM's second model runner shows it after a preemption"
+    sim.stack.close()
 
 
 def test_d4_preempted_while_it_is_stored() -> None:

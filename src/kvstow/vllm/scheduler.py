@@ -241,6 +241,7 @@ class SchedulerSide:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
                 tracked.blocks = list(new.block_ids[0])
+                tracked.advance(0)  # a session that goes on, or resumed after a preemption, comes here again
                 self._offer(tracked, new.num_computed_tokens + scheduled[new.req_id])
 
     def _offer_cached(self, output: SchedulerOutput) -> None:
