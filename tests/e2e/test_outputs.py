@@ -76,7 +76,7 @@ def test_tensor_parallel_ranks_share_one_object_a_chunk(scenario: Scenario) -> N
 
 
 def test_generated_chunks_are_restored_in_the_next_turn(scenario: Scenario) -> None:
-    seen = scenario("decode")
-    assert seen["restored"] == 3 * BLOCK
-    assert seen["warm"] == seen["cold"]
-    assert seen["wrong_pages"] == []
+    seen = scenario("pressure")
+    assert seen["second_turn"]["restored"] == 3 * BLOCK
+    assert seen["second_turn"]["warm"] == seen["second_turn"]["cold"]
+    assert seen["wrong_pages_then"] == []

@@ -134,15 +134,13 @@ def test_one_request_then_idle_then_killed_every_chunk_is_on_disk_and_a_restart_
         time.sleep(2)  # the test is about an engine that nobody calls
         assert len(files_of(disk)) == 6
         kill(first, everything=False)
-        with serve(folder, **settings) as second:
+        with serve(folder, memory__pool_dir="/dev/shm", **settings) as second:
             assert ask(second, prompt) == text
+            assert shared_memory_files() <= before, "the pool's file has no name once every worker has mapped it"
             assert restored(second) == 6 * BLOCK
             assert second.metric("kvstow_hit_tokens_total") == 6 * BLOCK
             kill(second, everything=True)
     assert shared_memory_files() <= before
-    with serve(folder, memory__pool_dir="/dev/shm", **settings) as third:
-        assert ask(third, prompt) == text
-        assert shared_memory_files() <= before, "the pool's file has no name once every worker has mapped it"
 
 
 def test_a_wrong_setting_stops_the_start_and_says_what_to_do(folder: Path) -> None:
