@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvstow import __version__
-from kvstow.cli import disk
+from kvstow.cli import codec, disk
 from kvstow.errors import KVStowError, SettingsError
 from kvstow.settings import Effective, load
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     help="KV cache offloading for vLLM.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 app.add_typer(disk.app, name="disk")
+app.add_typer(codec.app, name="codec")
 app.command()(disk.namespaces)
 
 

@@ -88,7 +88,8 @@ class CacheGen:
         """One layer; ``values`` are overwritten."""
         tokens = _tokens(values, shape)
         kept = _stand_out(_energies(values, shape))
-        tokens[kept] = 0.0
+        if kept.any():
+            tokens[kept] = 0.0
         count = int((~kept).sum())
         mean = np.add.reduce(values, axis=shape.axes("bn"), keepdims=True) / np.float32(max(1, count))
         np.subtract(values, mean, out=values)
@@ -102,7 +103,8 @@ class CacheGen:
         means = np.rint(mean * (per_step * MEAN_PARTS))
         np.multiply(values, per_step, out=values)
         np.rint(values, out=values)
-        tokens[kept] = 0.0
+        if kept.any():
+            tokens[kept] = 0.0
         if not (steps.all() and np.isfinite(per_step).all() and np.abs(means).max() <= _LARGEST_MEAN):
             values[...] = 0.0  # numbers with no scale of their own: all alike, or far too large or small
             kept[...] = True
@@ -164,8 +166,8 @@ def _energies(layer: Array, shape: KVShape) -> Array:
 
 
 def _median(energies: Array) -> Array:
-    """Of each plane, over its tokens; not a number counts as infinite."""
-    flat = np.nan_to_num(energies, nan=np.inf, posinf=np.inf).reshape(len(energies), -1)
+    """Of each plane, over its tokens; what is not a number is sorted as the largest."""
+    flat = energies.reshape(len(energies), -1)
     middle = flat.shape[1] // 2
     return np.partition(flat, middle, axis=1)[:, middle].reshape(-1, 1, 1)
 

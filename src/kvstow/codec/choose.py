@@ -1,0 +1,32 @@
+"""A codec by the name that settings and the command line use."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstow.codec.base import Codec
+from kvstow.codec.cachegen import RATES, CacheGen
+from kvstow.codec.lossless import Lossless
+from kvstow.codec.raw import Raw
+from kvstow.codec.scaled import fp8, int8
+from kvstow.errors import SettingsError
+
+NAMES: Final = ("raw", "lossless", "fp8", "int8", *(f"cachegen:{rate}" for rate in RATES))
+
+
+def codec(name: str) -> Codec:
+    """``cachegen`` alone is its middle rate. Raises ``SettingsError`` for a name that is none."""
+    match name.split(":"):
+        case ["raw"]:
+            return Raw()
+        case ["lossless"]:
+            return Lossless()
+        case ["fp8"]:
+            return fp8()
+        case ["int8"]:
+            return int8()
+        case ["cachegen"]:
+            return CacheGen()
+        case ["cachegen", rate] if rate in RATES:
+            return CacheGen(rate)
+    raise SettingsError(f"codec {name!r} is none of {', '.join(NAMES)}")
