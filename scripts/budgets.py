@@ -2,7 +2,7 @@
 
 They keep the code livable: what does not fit is split by responsibility or left out, not squeezed. Totals count lines
 of code: blank lines, comments and docstrings are free. The core has one, each storage backend (a package
-``store/<name>/``) its own; the test kit in kvstow.testing is no product code and has none. Files and functions are
+``store/<name>/``) and the codecs their own; the test kit in kvstow.testing is no product code and has none. Files and functions are
 counted whole, the kit's too. docs/decisions/0002-size-budgets.md says why.
 """
 
@@ -66,8 +66,10 @@ def rank(values: list[int], share: float) -> int:
 
 
 def budget_of(path: Path) -> str:
-    """What a file is counted to: ``core``, ``testing``, or the storage backend's package, such as ``store/disk``."""
+    """What a file is counted to: ``core``, ``testing``, ``codec``, or a storage backend such as ``store/disk``."""
     parts = path.relative_to(SOURCE).parts
+    if parts[0] == "codec":
+        return "codec"
     if parts[0] == "store" and len(parts) > 2:
         return "/".join(parts[:2])
     return KIT if parts[0] == KIT else "core"

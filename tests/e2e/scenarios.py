@@ -126,8 +126,8 @@ def reference() -> Any:
 def mla() -> dict[str, Any]:
     """DeepSeek-V2: latents, no heads.
 
-    Tails of several tokens: to a tail of one vLLM's CPU decode kernel for MLA answers otherwise than its prefill does,
-    with or without a connector.
+    On CPUs vLLM computes the tail of an MLA prompt behind a prefix with another kernel than a whole prompt, and answers
+    otherwise than cold, with or without a connector. So the pages are judged, and that restored prompts agree.
     """
     llm = make_engine(str(tiny_mla()), {"memory.size": "200MB", "chunk_size": 64}, block_size=16)
     return _passes(llm, PageOracle(), [63, 72, 200, 270])

@@ -56,7 +56,7 @@ def test_a6_pressure_never_changes_an_output(scenario: Scenario) -> None:
 
 def test_latents(scenario: Scenario) -> None:
     seen = scenario("mla")
-    assert seen["different"] == []
+    assert seen["unlike_prefix_cache"] == []
     assert seen["wrong_pages"] == []
     assert seen["restored"] == {"63": 0, "72": 64, "200": 192, "270": 256}
 

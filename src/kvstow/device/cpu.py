@@ -208,7 +208,8 @@ class CpuDevice:
     ``executor`` is this device's own, with one thread, which makes tickets end in the order in which they came; the
     device closes it. A copy that the executor has no room for fails at once. ``copy_out`` is called after the
     forward returned and ``copy_in`` before anyone reads the blocks, so on a CPU that is all the ordering there is;
-    ``fence`` waits. On ``toucher``, closed with the device, the pool is touched for the first time; None: by the copies.
+    ``fence`` waits. On ``toucher``, closed with the device, the pool is touched for the first time; None: by the
+    copies.
     """
 
     def __init__(
