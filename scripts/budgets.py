@@ -2,8 +2,8 @@
 
 They keep the code livable: what does not fit is split by responsibility or left out, not squeezed. Totals count lines
 of code: blank lines, comments and docstrings are free. The core has one, each storage backend (a package
-``store/<name>/``) and the codecs their own; the test kit in kvstow.testing is no product code and has none. Files and functions are
-counted whole, the kit's too. docs/decisions/0002-size-budgets.md says why.
+``store/<name>/``) and the codecs their own; the test kit in kvstow.testing is no product code and has none. Files and
+functions are counted whole, the kit's too. docs/decisions/0002-size-budgets.md says why.
 """
 
 from __future__ import annotations
