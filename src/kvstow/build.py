@@ -15,7 +15,7 @@ from kvstow.policy.base import Policy
 from kvstow.policy.lru import LRU
 from kvstow.policy.s3fifo import S3FIFO
 from kvstow.pool import HostPool, PoolError
-from kvstow.runtime import Clock, Executor, ThreadExecutor
+from kvstow.runtime import Clock, Executor, ThreadExecutor, rest
 from kvstow.settings import (
     HostFacts,
     Settings,
@@ -33,6 +33,8 @@ from kvstow.tier import Tier
 
 logger = logging.getLogger("kvstow")
 
+PREFAULT_AT_ONCE: Final = 4  # pieces of 64 MiB
+PREFAULT_SHARE: Final = 0.1  # of one core; 100 GB take some three minutes
 POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {"lru": LRU, "s3fifo": S3FIFO}
 
 
@@ -190,14 +192,18 @@ def build_engine(
         fetch_deadline_s=settings.fetch_deadline_ms / 1e3,
     )
     background = background or ThreadExecutor("prefault")
-    background.submit(lambda: _prefault(pool), lambda _value, _error: None)
+    background.submit(lambda: _prefault(pool, clock), lambda _value, _error: None)
     return pool, engine
 
 
-def _prefault(pool: HostPool) -> None:
-    """Take the whole pool from the system. Of a pool that is closed meanwhile nothing is taken."""
+def _prefault(pool: HostPool, clock: Clock) -> None:
+    """Take the whole pool from the system, the first pieces at once and the rest at leisure: on a virtual machine the
+    host may have to find each page, and requests are being served. Of a pool that is closed nothing more is taken."""
     try:
         for piece in range(pool.pieces):
+            began_s = clock.monotonic()
             pool.prefault(piece, available_bytes)
+            if piece >= PREFAULT_AT_ONCE and rest(pool.closed, clock.monotonic() - began_s, PREFAULT_SHARE):
+                return
     except PoolError as error:
         logger.error("The host pool is larger than the memory that is left: %s", error)

@@ -53,6 +53,7 @@ class HostMemory:
     def __init__(self, fd: int, path: str | None, size_bytes: int, name: str) -> None:
         self._fd = fd
         self._open = threading.Lock()
+        self.closed = threading.Event()
         self._map = _map(fd, size_bytes)
         self.view = memoryview(self._map)
         self.ref = PoolRef(os.getpid(), fd, path, size_bytes, os.fstat(fd).st_ino, name)
@@ -117,6 +118,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Give the memory back, or leave that to the last view that is still held. Idempotent."""
+        self.closed.set()
         with self._open:
             if self._fd < 0:
                 return

@@ -105,6 +105,7 @@ class HostPool:
         self._memory = memory
         self.memory = memory.view
         self.ref = memory.ref
+        self.closed = memory.closed  # an event, for threads that work on the memory
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._state = [SlotState.FREE] * slots

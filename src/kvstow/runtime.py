@@ -12,6 +12,7 @@ from kvstow.errors import KVStowError
 
 T = TypeVar("T")
 
+MAX_REST_S: Final = 2.0
 DEFAULT_QUEUE_LIMIT: Final = 1024  # a piece of work moves a chunk (some MiB): more than this queued is minutes of I/O
 
 
@@ -39,6 +40,12 @@ class SystemClock:
 
     def wall(self) -> float:
         return time.time()
+
+
+def rest(stop: threading.Event, worked_s: float, share: float) -> bool:
+    """On a background thread: pause after ``worked_s`` of work, so that it takes ``share`` of the time, at most
+    ``MAX_REST_S`` at once. True: ``stop`` was set."""
+    return stop.wait(min(worked_s * (1 / share - 1), MAX_REST_S))
 
 
 class Executor(Protocol):

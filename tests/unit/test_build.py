@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class FakePool:
         self.pieces = pieces
         self.fails = fails
         self.done: list[int] = []
+        self.closed = threading.Event()
 
     def prefault(self, piece: int, available_bytes: object) -> None:
         if piece == self.fails:
@@ -163,7 +165,7 @@ def test_an_idle_engine_takes_the_whole_pool_though_nobody_polls(monkeypatch: py
 
 def test_it_is_done_on_a_thread_of_its_own() -> None:
     executor, pool = ThreadExecutor("test"), FakePool(1000)
-    executor.submit(lambda: build._prefault(pool), lambda *_: None)  # type: ignore[arg-type]
+    executor.submit(lambda: build._prefault(pool, ManualClock()), lambda *_: None)  # type: ignore[arg-type]
     assert executor.wait(30.0)
     assert pool.done == list(range(1000))
     executor.close(1.0)
@@ -171,9 +173,24 @@ def test_it_is_done_on_a_thread_of_its_own() -> None:
 
 def test_taking_the_pool_stops_where_memory_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     pool = FakePool(5, fails=2)
-    build._prefault(pool)  # type: ignore[arg-type]
+    build._prefault(pool, ManualClock())  # type: ignore[arg-type]
     assert pool.done == [0, 1]
     assert "memory.size: nothing is left" in caplog.text
+
+
+class Ticking(ManualClock):
+    """Each look takes a second."""
+
+    def monotonic(self) -> float:
+        self.advance(1.0)
+        return super().monotonic()
+
+
+def test_the_first_pieces_are_taken_at_once_and_a_close_ends_the_rest() -> None:
+    pool = FakePool(100)
+    pool.closed.set()
+    build._prefault(pool, Ticking())  # type: ignore[arg-type]
+    assert pool.done == list(range(build.PREFAULT_AT_ONCE + 1))
 
 
 def test_a_pool_closed_meanwhile_takes_nothing_more() -> None:

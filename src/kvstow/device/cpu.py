@@ -10,6 +10,7 @@ the interpreter lock once a chunk. A ``memmove`` per page reaches 0.95, 0.7 and 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -24,9 +25,11 @@ from kvstow.device.plan import GroupPlan, Move, attach_groups, check
 from kvstow.errors import CopyError
 from kvstow.hostmem import populate
 from kvstow.layout import GroupPages
-from kvstow.runtime import Clock, Executor
+from kvstow.runtime import Clock, Executor, rest
 
-POPULATE_BYTES: Final = 32 << 20  # 7 to 17 ms, after which a close is noticed
+POPULATE_BYTES: Final = 8 << 20  # 4 ms, for which the process's memory map is held
+POPULATE_AT_ONCE_BYTES: Final = 256 << 20  # the first slots, which the first requests fill
+POPULATE_SHARE: Final = 0.1  # of one core: the host of a virtual machine may have to find each page
 FENCE_TIMEOUT_S: Final = 30.0  # tens of GB at memory speed: what takes longer is stuck
 UNITS: Final = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -234,6 +237,7 @@ class CpuDevice:
         self._given_up: set[int] = set()  # a fence could not wait for these: whatever they moved is not to be used
         self._ended: list[Finished] = []
         self._closed = False
+        self._stop = threading.Event()  # for the toucher
 
     def attach(
         self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
@@ -252,11 +256,14 @@ class CpuDevice:
             self._toucher.submit(lambda: self._touch(pool), lambda _, error: None)
 
     def _touch(self, pool: memoryview) -> None:
-        """Map the pool's pages, while nobody waits for it: a first touch costs as much as 6 to 13 copies."""
+        """Map the pool's pages, the first at once and the rest at leisure: a first touch costs 6 to 13 copies."""
         for offset in range(0, len(pool), POPULATE_BYTES):
-            if self._closed:
+            if self._stop.is_set():
                 return
+            began_s = self._clock.monotonic()
             populate(pool, offset, min(POPULATE_BYTES, len(pool) - offset))
+            if offset >= POPULATE_AT_ONCE_BYTES:
+                rest(self._stop, self._clock.monotonic() - began_s, POPULATE_SHARE)
 
     def copy_out(self, ticket: int, transfers: Sequence[Transfer]) -> None:
         self._start(ticket, transfers, load=False)
@@ -320,6 +327,7 @@ class CpuDevice:
         if self._closed:
             return
         self._closed = True
+        self._stop.set()
         if self._toucher is not None:
             self._toucher.close(self._fence_timeout_s)
         with suppress(CopyError):  # each copy that does not end is reported as failed
