@@ -31,7 +31,8 @@ from kvstow.settings import (
 )
 from kvstow.settings.machine import Holder, tightest_memory
 from kvstow.settings.machine import Memory as HostMemory
-from kvstow.settings.schema import SECRET, Leaf
+from kvstow.settings.schema import Leaf
+from kvstow.settings.sections.kinds import SECRET
 from kvstow.settings.sources import CONFIG_FILE, EXTRA_CONFIG, Effective, value_of
 from kvstow.settings.yamlfile import parse_yaml
 

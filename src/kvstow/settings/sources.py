@@ -16,7 +16,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvstow.errors import SettingsError
-from kvstow.settings.schema import SECRET, Leaf, Settings, leaves
+from kvstow.settings.schema import Leaf, Settings, leaves
+from kvstow.settings.sections.kinds import SECRET
 from kvstow.settings.values import Secret
 from kvstow.settings.yamlfile import read_yaml
 

@@ -88,7 +88,7 @@ def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Work
 def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """What must happen in the scheduler's constructor: vLLM reads the load failure policy right after it."""
     block_geometry(vllm_config, kv_cache_config)
-    for tier in _outliving(_settings(vllm_config).settings):
+    for tier in build.asked_for(_settings(vllm_config).settings):
         algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
         require_fixed_root(algorithm, variable(SEED_VARIABLE), tier)
     transfer = _transfer(vllm_config)
@@ -138,12 +138,6 @@ def scheduler_side(
     )
 
 
-def _outliving(settings: Settings) -> list[str]:
-    """Tiers that keep KV after this process."""
-    asked = {"disk": settings.disk.paths, "redis": settings.redis.url}
-    return [tier for tier, value in asked.items() if value]
-
-
 def _lower_tiers(
     vllm_config: VllmConfig,
     settings: Settings,
@@ -152,21 +146,20 @@ def _lower_tiers(
     clock: SystemClock,
     metrics: Metrics,
 ) -> list[Tier]:
-    """Below the pool, the nearest first. Raises ``UnsupportedError`` where this KV must not outlive the process."""
-
     def describe(namespace: bytes) -> dict[str, str]:
         """Of an adapter's namespace, or the one after a reset, it is known what it came from."""
         about = identity.describe()
         return about if namespace == identity.namespace else {"parent": about.pop("namespace"), **about}
 
-    if settings.disk.paths and identity.not_persistent is not None:
-        raise UnsupportedError(f"disk.paths is set, but this KV can't be kept on disk: {identity.not_persistent}")
-    if settings.redis.url and identity.not_persistent is not None:
-        raise UnsupportedError(f"redis.url is set, but this KV can't be kept in Redis: {identity.not_persistent}")
-    device = vllm_config.parallel_config.data_parallel_rank_local or 0
-    disk = build.build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device)
-    redis = build.build_redis(settings, layout, clock=clock, metrics=metrics)
-    return [tier for tier in (disk, redis) if tier is not None]
+    return build.lower_tiers(
+        settings,
+        layout,
+        clock=clock,
+        metrics=metrics,
+        describe=describe,
+        device=vllm_config.parallel_config.data_parallel_rank_local or 0,
+        not_persistent=identity.not_persistent,
+    )
 
 
 def _mount(pool: PoolRef, hellos: dict[tuple[int, int], Hello], order: list[tuple[int, int]]) -> Mount:

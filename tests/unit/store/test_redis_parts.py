@@ -14,7 +14,7 @@ from kvstow.errors import SettingsError
 from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
 from kvstow.settings import Settings, parse
-from kvstow.store.redis import parse_address
+from kvstow.store.redis import Tls, parse_address
 from kvstow.store.redis.envelope import ENVELOPE_BYTES, MAX_PARTS, Envelope, chunk_name, cut, unpack
 from kvstow.store.redis.options import Address, RedisOptions
 from kvstow.testing.manual import ManualClock
@@ -132,7 +132,7 @@ def test_o2_every_setting_reaches_the_store(tmp_path: Path) -> None:
     assert options.address == tcp(("h", 1), tls=True, who=("u", SECRET))
     assert (options.topology, options.service) == ("sentinel", "kv")
     assert (options.sentinel_username, options.sentinel_password) == ("su", "sp")
-    assert options.tls == build.Tls(str(pem), str(pem), str(pem), False)
+    assert options.tls == Tls(str(pem), str(pem), str(pem), False)
     assert (options.prefix, options.ttl_s, options.part_bytes) == ("x:", 60, 1 << 20)
     assert (options.timeout_s, options.connect_timeout_s) == (0.3, 0.2)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvstow import build
+from kvstow.build import engine as engine_of
 from kvstow.errors import SettingsError
 from kvstow.layout import HEADER_BYTES, ChunkLayout
 from kvstow.metrics import Metrics
@@ -20,7 +21,7 @@ from kvstow.settings import HostFacts, Settings, leaves, parse
 from kvstow.settings.machine import Memory as HostMemory
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
-SOURCE = Path(build.__file__).parent
+SOURCE = Path(build.__file__).parent.parent
 BLOCK_BYTES = 8192
 LAYOUT = build.chunk_layout(Settings(), 16, [BLOCK_BYTES])
 
@@ -41,8 +42,8 @@ class Spy:
             spy.pool = {"layout": layout, "capacity_bytes": capacity_bytes, **arguments}
             return FakePool(0)
 
-        monkeypatch.setattr(build, "Engine", engine)
-        monkeypatch.setattr(build.HostPool, "create", create)
+        monkeypatch.setattr(engine_of, "Engine", engine)
+        monkeypatch.setattr(engine_of.HostPool, "create", create)
         self.metrics, self.clock = Metrics(), ManualClock()
         effective = parse(None, {}, {key.replace("__", "."): value for key, value in settings.items()})
         build.build_engine(
@@ -165,7 +166,7 @@ def test_an_idle_engine_takes_the_whole_pool_though_nobody_polls(monkeypatch: py
 
 def test_it_is_done_on_a_thread_of_its_own() -> None:
     executor, pool = ThreadExecutor("test"), FakePool(1000)
-    executor.submit(lambda: build._prefault(pool, ManualClock()), lambda *_: None)  # type: ignore[arg-type]
+    executor.submit(lambda: engine_of._prefault(pool, ManualClock()), lambda *_: None)  # type: ignore[arg-type]
     assert executor.wait(30.0)
     assert pool.done == list(range(1000))
     executor.close(1.0)
@@ -173,7 +174,7 @@ def test_it_is_done_on_a_thread_of_its_own() -> None:
 
 def test_taking_the_pool_stops_where_memory_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     pool = FakePool(5, fails=2)
-    build._prefault(pool, ManualClock())  # type: ignore[arg-type]
+    engine_of._prefault(pool, ManualClock())  # type: ignore[arg-type]
     assert pool.done == [0, 1]
     assert "memory.size: nothing is left" in caplog.text
 
@@ -189,7 +190,7 @@ class Ticking(ManualClock):
 def test_the_first_pieces_are_taken_at_once_and_a_close_ends_the_rest() -> None:
     pool = FakePool(100)
     pool.closed.set()
-    build._prefault(pool, Ticking())  # type: ignore[arg-type]
+    engine_of._prefault(pool, Ticking())  # type: ignore[arg-type]
     assert pool.done == list(range(build.PREFAULT_AT_ONCE + 1))
 
 

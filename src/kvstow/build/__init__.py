@@ -1,0 +1,21 @@
+"""The composition root: settings in, engine out. The only package that knows every concrete part."""
+
+from kvstow.build.disk import build_disk
+from kvstow.build.engine import build_engine, check, chunk_layout, copy_executor, touch_executor
+from kvstow.build.policies import POLICIES
+from kvstow.build.redis import build_redis, redis_options
+from kvstow.build.tiers import asked_for, lower_tiers
+
+__all__ = [
+    "POLICIES",
+    "asked_for",
+    "build_disk",
+    "build_engine",
+    "build_redis",
+    "check",
+    "chunk_layout",
+    "copy_executor",
+    "lower_tiers",
+    "redis_options",
+    "touch_executor",
+]

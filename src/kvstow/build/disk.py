@@ -1,0 +1,53 @@
+"""The disk tier, from settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvstow.build.policies import POLICIES
+from kvstow.errors import SettingsError, StoreUnavailable, UnsupportedError
+from kvstow.layout import ChunkLayout
+from kvstow.metrics import Metrics
+from kvstow.runtime import Clock, ThreadExecutor
+from kvstow.settings import Settings
+from kvstow.store.disk import DiskOptions, DiskStore, frame_check
+from kvstow.tier import Tier
+
+
+def build_disk(
+    settings: Settings,
+    layout: ChunkLayout,
+    *,
+    clock: Clock,
+    metrics: Metrics,
+    describe: Callable[[bytes], Mapping[str, object]],
+    device: int = 0,
+) -> Tier | None:
+    """The disk tier; None: not set. ``describe`` says for people what a namespace is; ``device``: which of this
+    host's engines it is. Raises ``SettingsError`` when a directory can't be used."""
+    paths, size = settings.disk.paths, settings.disk.size
+    if not paths or size is None:
+        return None
+    options = DiskOptions(
+        size_bytes=size,
+        min_free_bytes=settings.disk.min_free,
+        volume=device if settings.disk.spread == "device" else None,
+        admission=settings.disk.admission,
+        scrub_bytes_s=settings.disk.scrub_rate,
+    )
+    order = POLICIES[settings.disk.policy]
+    try:
+        store = DiskStore(paths, options, order=order, clock=clock, describe=describe, check=frame_check())
+    except (OSError, UnsupportedError, StoreUnavailable) as error:
+        raise SettingsError(f"disk.paths {','.join(paths)} can't be used: {error}") from error
+    store.start(ThreadExecutor("disk-background"))
+    executor = ThreadExecutor("disk", threads=settings.disk.threads)
+    return Tier(
+        *("disk", store, executor),
+        layout=layout,
+        clock=clock,
+        metrics=metrics,
+        set_aside=store.quarantine,
+        take_corrupt=store.take_corrupt,
+        paths_down=store.paths_down,
+    )

@@ -1,0 +1,12 @@
+"""The policies by the names that settings give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kvstow.policy.base import Policy
+from kvstow.policy.lru import LRU
+from kvstow.policy.s3fifo import S3FIFO
+
+POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {"lru": LRU, "s3fifo": S3FIFO}

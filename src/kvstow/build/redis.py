@@ -1,0 +1,74 @@
+"""The Redis tier, from settings."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
+from kvstow.layout import ChunkLayout
+from kvstow.metrics import Metrics
+from kvstow.runtime import Clock, ThreadExecutor
+from kvstow.settings import Settings, format_size
+from kvstow.store.redis import MAX_PART_BYTES, MIN_PART_BYTES, RedisOptions, Tls, parse_address
+from kvstow.tier import Tier
+
+logger = logging.getLogger("kvstow")
+
+
+def build_redis(settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics) -> Tier | None:
+    """The Redis tier; None: not set. A server that can't be used now is logged, and asked again later.
+
+    Raises ``SettingsError`` when the settings can't be used, or redis-py isn't installed.
+    """
+    if settings.redis.url is None:
+        return None
+    options = redis_options(settings)
+    try:
+        from kvstow.store.redis.store import RedisStore
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "redis":
+            raise
+        raise SettingsError("redis.url is set, and redis-py isn't installed: pip install 'kvstow[redis]'") from error
+    store = RedisStore(options, clock)
+    try:
+        store.ping()
+    except (StoreUnavailable, StoreRefused) as error:
+        logger.warning("Redis (%r) can't be used now, kvstow goes on without it: %s", options, error)
+    executor = ThreadExecutor("redis", threads=settings.redis.threads)
+    return Tier("redis", store, executor, layout=layout, clock=clock, metrics=metrics)
+
+
+def redis_options(settings: Settings) -> RedisOptions:
+    """What a Redis store is given. Raises ``SettingsError``, never with a password."""
+    url = settings.redis.url.reveal() if settings.redis.url else ""
+    try:
+        address = parse_address(url, settings.redis.topology)
+    except ValueError as error:
+        raise SettingsError(f"redis.url: {error}") from error
+    tls = Tls(
+        settings.redis.tls_ca, settings.redis.tls_cert, settings.redis.tls_key, settings.redis.tls_check_hostname
+    )
+    for name, path in (("tls_ca", tls.ca_file), ("tls_cert", tls.cert_file), ("tls_key", tls.key_file)):
+        if path is not None and not address.tls:
+            raise SettingsError(f"redis.{name} is set and redis.url isn't rediss://")
+        if path is not None and not os.access(path, os.R_OK):
+            raise SettingsError(f"redis.{name} {path} can't be read")
+    if set("{}") & set(settings.redis.prefix):
+        raise SettingsError("redis.prefix must be without braces: they would put all chunks on one node of a Cluster")
+    if not MIN_PART_BYTES <= settings.redis.part_size <= MAX_PART_BYTES:
+        size = format_size(settings.redis.part_size)
+        raise SettingsError(f"redis.part_size {size}: set it to 64KiB at least, 512MB at most")
+    return RedisOptions(
+        address,
+        topology=settings.redis.topology,
+        service=settings.redis.sentinel_service,
+        sentinel_username=settings.redis.sentinel_username,
+        sentinel_password=password.reveal() if (password := settings.redis.sentinel_password) else None,
+        tls=tls,
+        prefix=settings.redis.prefix,
+        ttl_s=settings.redis.ttl,
+        part_bytes=settings.redis.part_size,
+        timeout_s=settings.redis.timeout_ms / 1e3,
+        connect_timeout_s=settings.redis.connect_timeout_ms / 1e3,
+    )

@@ -1,0 +1,49 @@
+"""The lower tiers that settings ask for, the nearest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvstow.build.disk import build_disk
+from kvstow.build.redis import build_redis
+from kvstow.errors import UnsupportedError
+from kvstow.layout import ChunkLayout
+from kvstow.metrics import Metrics
+from kvstow.runtime import Clock
+from kvstow.settings import Settings
+from kvstow.tier import Tier
+
+
+def asked_for(settings: Settings) -> Mapping[str, str]:
+    """Tiers that keep KV after this process, and the setting that asks for each."""
+    asked = {
+        "disk": ("disk.paths", settings.disk.paths),
+        "redis": ("redis.url", settings.redis.url),
+    }
+    return {tier: setting for tier, (setting, value) in asked.items() if value}
+
+
+def lower_tiers(
+    settings: Settings,
+    layout: ChunkLayout,
+    *,
+    clock: Clock,
+    metrics: Metrics,
+    describe: Callable[[bytes], Mapping[str, object]],
+    device: int,
+    not_persistent: str | None,
+) -> list[Tier]:
+    """``describe`` says for people what a namespace is; ``device``: which of this host's engines it is;
+    ``not_persistent``: why this KV must not outlive the process, or None.
+
+    Raises ``UnsupportedError`` where it must not and a tier would keep it, ``SettingsError`` where a tier's settings
+    can't be used.
+    """
+    for tier, setting in asked_for(settings).items():
+        if not_persistent is not None:
+            raise UnsupportedError(f"{setting} is set, but this KV can't be kept in tier {tier}: {not_persistent}")
+    tiers = (
+        build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device),
+        build_redis(settings, layout, clock=clock, metrics=metrics),
+    )
+    return [tier for tier in tiers if tier is not None]

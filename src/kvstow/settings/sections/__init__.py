@@ -1,0 +1,1 @@
+"""Sections of the settings, one file each: structs, with defaults and descriptions."""

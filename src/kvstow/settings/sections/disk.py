@@ -1,0 +1,67 @@
+"""Settings of the disk tier."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from kvstow.settings.sections.kinds import PATHS, SIZE
+
+DEFAULT_MIN_FREE_BYTES: Final = 1_000_000_000
+DEFAULT_SCRUB_BYTES_S: Final = 10_000_000  # a terabyte in 28 hours
+
+
+class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The disk tier: files that outlive the engine, in directories that several engines may share."""
+
+    paths: Annotated[
+        tuple[str, ...] | None,
+        Meta(
+            extra={"kind": PATHS},
+            description="Directories for chunks, on local NVMe, one for each disk. Unset: no disk tier.",
+        ),
+    ] = None
+    size: Annotated[
+        int | None,
+        Meta(
+            extra={"kind": SIZE},
+            description="The most that all directories together hold, each an even part; needed with `disk.paths`. It "
+            "holds for the directories: for all engines that share them, and for what earlier ones left there.",
+        ),
+    ] = None
+    min_free: Annotated[
+        int,
+        Meta(
+            extra={"kind": SIZE},
+            description="What stays free on each directory's filesystem: chunks make room when others fill it.",
+        ),
+    ] = DEFAULT_MIN_FREE_BYTES
+    spread: Annotated[
+        Literal["key", "device"],
+        Meta(
+            description="Which of several directories a chunk goes to: by its key, or all of an engine's to one, "
+            "chosen by its data parallel rank on the host."
+        ),
+    ] = "key"
+    policy: Annotated[
+        Literal["lru", "s3fifo"],
+        Meta(description="Which chunk makes room, in each directory. After a restart the order is that of last use."),
+    ] = "lru"
+    admission: Annotated[
+        Literal["all", "second_sight"],
+        Meta(
+            description="What is written: every chunk, or one that is offered a second time after memory dropped it, "
+            "so that prompts that come once don't wear the disk."
+        ),
+    ] = "all"
+    scrub_rate: Annotated[
+        int,
+        Meta(
+            extra={"kind": SIZE},
+            description="Bytes a second that are read and verified in the background, each directory; 0: none.",
+        ),
+    ] = DEFAULT_SCRUB_BYTES_S
+    threads: Annotated[
+        int, Meta(ge=1, le=64, description="Chunks that are read or written at the same time.")
+    ] = 4

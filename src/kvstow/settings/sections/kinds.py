@@ -1,0 +1,9 @@
+"""What a setting holds beyond its type: how it is read and shown."""
+
+from __future__ import annotations
+
+from typing import Final
+
+SIZE: Final = "size"
+SECRET: Final = "secret"
+PATHS: Final = "paths"

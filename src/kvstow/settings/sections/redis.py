@@ -1,0 +1,72 @@
+"""Settings of the Redis tier."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from kvstow.settings.sections.kinds import SECRET, SIZE
+from kvstow.settings.values import Secret
+
+DEFAULT_PART_BYTES: Final = 16 << 20
+
+
+class Redis(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Redis or Valkey tier: a server that several engines, on several hosts, share."""
+
+    url: Annotated[
+        Secret | None,
+        Meta(
+            extra={"kind": SECRET},
+            description="`redis://`, `rediss://` (TLS) or `unix://`, with user and password percent-encoded: "
+            "`redis://user:password@host:6379/0`. Several hosts, with commas between them, for Sentinels or a "
+            "Cluster's nodes. Unset: no Redis tier.",
+        ),
+    ] = None
+    topology: Annotated[
+        Literal["single", "sentinel", "cluster"],
+        Meta(description="What the URL's hosts are: a server, Sentinels that know it, or nodes of a Cluster."),
+    ] = "single"
+    sentinel_service: Annotated[str, Meta(description="What the Sentinels call the server.")] = "mymaster"
+    sentinel_username: Annotated[
+        str | None, Meta(description="User at the Sentinels; the URL's is the server's.")
+    ] = None
+    sentinel_password: Annotated[
+        Secret | None,
+        Meta(extra={"kind": SECRET}, description="Password at the Sentinels; the URL's is the server's."),
+    ] = None
+    tls_ca: Annotated[
+        str | None,
+        Meta(description="File of the authorities that the server's certificate may be of. Unset: the system's."),
+    ] = None
+    tls_cert: Annotated[str | None, Meta(description="File of the client's certificate.")] = None
+    tls_key: Annotated[str | None, Meta(description="File of the client's key.")] = None
+    tls_check_hostname: Annotated[
+        bool, Meta(description="The server's certificate must be of the host's name in the URL.")
+    ] = True
+    prefix: Annotated[
+        str,
+        Meta(description="Begins the name of every key. Engines share what they store under the same prefix."),
+    ] = "kvstow:"
+    ttl: Annotated[
+        Annotated[int, Meta(ge=1, le=10**9)] | None,
+        Meta(description="Seconds after which a chunk is gone. Unset: until the server evicts it."),
+    ] = None
+    part_size: Annotated[
+        int,
+        Meta(
+            extra={"kind": SIZE},
+            description="What is larger is stored in parts of this size; it must be below the server's "
+            "proto-max-bulk-len (512MiB unless changed).",
+        ),
+    ] = DEFAULT_PART_BYTES
+    timeout_ms: Annotated[
+        int, Meta(ge=1, le=60_000, description="The longest that a command may take, its bytes included.")
+    ] = 2000
+    connect_timeout_ms: Annotated[
+        int, Meta(ge=1, le=60_000, description="The longest that connecting to a server may take.")
+    ] = 1000
+    threads: Annotated[
+        int, Meta(ge=1, le=64, description="Connections, each moving chunks at the same time as the others.")
+    ] = 4
