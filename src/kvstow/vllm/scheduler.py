@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstow.engine import Engine, Found
@@ -17,7 +16,8 @@ from kvstow.metrics import Metrics
 from kvstow.pool import Lease
 from kvstow.runtime import Clock
 from kvstow.vllm.fingerprint import Adapters
-from kvstow.vllm.metadata import Copy, Job, JobReport, Mount, StepMeta, WorkerMeta
+from kvstow.vllm.jobs import JOB_DEADLINE_S, Jobs, Sent
+from kvstow.vllm.metadata import Copy, Mount, StepMeta, WorkerMeta
 from kvstow.vllm.requests import Rules, Tracked
 
 if TYPE_CHECKING:
@@ -28,23 +28,6 @@ logger = logging.getLogger("kvstow")
 
 SKIP_LOAD: Final = "kvstow.skip_load"
 SKIP_STORE: Final = "kvstow.skip_store"
-JOB_DEADLINE_S: Final = 60.0  # an idle engine is kept stepping at most this long for a worker's answer
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A job that workers have not all acknowledged. ``leases[i]`` pins the place of copy ``i``."""
-
-    req_id: str
-    load: bool
-    leases: list[Lease]
-    required_tokens: int
-    moved_tokens: int
-    total_tokens: int
-    since_s: float
-    level: int  # of its line in the log
-    lost: bool = False  # part of a load had no place any more: the workers report its blocks
-    report: JobReport = field(default_factory=lambda: JobReport(0, set(), 0, 0.0))
 
 
 class SchedulerSide:
@@ -75,8 +58,7 @@ class SchedulerSide:
         self._clock = clock
         self._metrics = metrics
         self._tracked: dict[str, Tracked] = {}
-        self._sent: dict[int, _Sent] = {}
-        self._next_job = 0
+        self._jobs = Jobs(engine, self._ranks, rules.chunk_tokens, clock=clock, metrics=metrics)
         self._next_meta = StepMeta()
         self._resets = 0
         self._started_s = clock.monotonic()
@@ -155,9 +137,9 @@ class SchedulerSide:
             low, high = max(start, index * chunk), min(end, (index + 1) * chunk)
             copies.append(Copy(lease.place, block_ids[low // block : high // block], (low - index * chunk) // block))
         held_end = max(start, min(end, (first + len(leases)) * chunk))
-        job = self._new_job(tracked, copies, leases, load=True, required=external_tokens, moved=held_end - start)
-        job.lost = block_ids[held_end // block : -(-end // block)]
-        self._sent[job.job].lost = bool(job.lost)
+        lost = block_ids[held_end // block : -(-end // block)]
+        moved = held_end - start
+        job = self._jobs.new(tracked, copies, leases, load=True, required=external_tokens, moved=moved, lost=lost)
         tracked.loading = job.job
         tracked.blocks = block_ids  # from now on they hold KV: a reset must know
         self._next_meta.loads.append(job)
@@ -171,9 +153,9 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.loading is not None:
             return
-        job = self._new_job(tracked, [], [], load=True, required=external_tokens, moved=0)
         end = -(-(tracked.local_tokens + external_tokens) // self._rules.block_tokens)
-        job.lost = block_ids[tracked.local_tokens // self._rules.block_tokens : end]
+        lost = block_ids[tracked.local_tokens // self._rules.block_tokens : end]
+        job = self._jobs.new(tracked, [], [], load=True, required=external_tokens, moved=0, lost=lost)
         tracked.loading = job.job
         self._next_meta.loads.append(job)
 
@@ -206,19 +188,6 @@ class SchedulerSide:
         """Tokens of the request's last load by tier."""
         tracked = self._tracked.get(request.request_id)
         return tracked.sources if tracked is not None else {}
-
-    def _new_job(
-        self, tracked: Tracked, copies: list[Copy], leases: list[Lease], *, load: bool, required: int, moved: int
-    ) -> Job:
-        request = tracked.request
-        job = Job(self._next_job, request.request_id, copies)
-        self._next_job += 1
-        # Chunks of a request that decodes come one by one, several in every step of a busy engine: no line for each.
-        level = logging.DEBUG if request.num_output_tokens and not load else logging.INFO
-        self._sent[job.job] = _Sent(
-            job.req_id, load, leases, required, moved, request.num_tokens, self._clock.monotonic(), level
-        )
-        return job
 
     # --- a step --------------------------------------------------------------------------------------------------
 
@@ -287,7 +256,7 @@ class SchedulerSide:
                 leases.append(lease)
         if copies:
             moved = len(copies) * chunk
-            job = self._new_job(tracked, copies, leases, load=False, required=moved, moved=moved)
+            job = self._jobs.new(tracked, copies, leases, load=False, required=moved, moved=moved)
             tracked.stores.add(job.job)
             self._next_meta.stores.append(job)
 
@@ -304,16 +273,10 @@ class SchedulerSide:
             logger.error("A worker reports: %s", error)
         if meta.errors and self._mounted < self._ranks:
             self.disable(meta.errors[0])  # before that nothing but the mapping can fail, and it is not tried again
-        for number, report in meta.jobs.items():
-            sent = self._sent.get(number)
-            if sent is None:
-                continue
-            sent.report.merge(report)
-            if sent.report.ranks >= self._ranks:
-                del self._sent[number]
-                self._finish(number, sent)
+        for number, sent in self._jobs.ended(meta.jobs):
+            self._ended(number, sent)
 
-    def _finish(self, number: int, sent: _Sent) -> None:
+    def _ended(self, number: int, sent: Sent) -> None:
         tracked = self._tracked.get(sent.req_id)
         if tracked is not None:
             tracked.stores.discard(number)
@@ -322,38 +285,7 @@ class SchedulerSide:
                 # A copy that failed may fail for ever; and vLLM counts such a request's blocks twice when it asks
                 # for another asynchronous load, which can leave it and all behind it waiting for good.
                 tracked.load = tracked.load and not (sent.report.failed or sent.lost)
-        report = sent.report
-        for index, lease in enumerate(sent.leases):
-            if not (sent.load or self._broken or index in report.failed):
-                self._engine.commit(lease)
-            lease.release()
-        failed = len(report.failed)
-        done = len(sent.leases) - failed
-        verb = "load" if sent.load else "store"
-        if failed:
-            self._metrics.count("failed_chunks", failed, tier="memory", reason=f"{verb}_copy")
-        if done:
-            self._metrics.count("loaded_chunks" if sent.load else "stored_chunks", done, tier="memory")
-            self._metrics.count("loaded_bytes" if sent.load else "stored_bytes", report.moved_bytes, tier="memory")
-            self._metrics.observe(f"{verb}_seconds", report.seconds, tier="memory")
-        self._log(sent, done)
-
-    def _log(self, sent: _Sent, done: int) -> None:
-        if not logger.isEnabledFor(sent.level):
-            return
-        report = sent.report
-        moved = sent.moved_tokens if done == len(sent.leases) else done * self._rules.chunk_tokens
-        rate = report.moved_bytes / report.seconds / 1e9 if report.seconds > 0 else 0.0
-        what, wanted = (
-            ("Retrieved %d out of %d required tokens (from %d total tokens)", (sent.required_tokens, sent.total_tokens))
-            if sent.load
-            else ("Stored %d out of %d total tokens", (sent.total_tokens,))
-        )
-        logger.log(
-            sent.level,
-            what + ", size: %.2f MB, cost %.1f ms, throughput: %.2f GB/s, request %s",
-            *(moved, *wanted, report.moved_bytes / 1e6, report.seconds * 1e3, rate, sent.req_id),
-        )
+        self._jobs.settle(sent, publish=not self._broken)
 
     # --- ends ----------------------------------------------------------------------------------------------------
 
@@ -378,10 +310,7 @@ class SchedulerSide:
         """Whether an idle vLLM must keep stepping: something is on its way and not past its deadline."""
         if self._mounted < self._ranks:
             return self._starting()
-        if not self._broken and self._engine.busy():
-            return True
-        now = self._clock.monotonic()
-        return any(now - sent.since_s < JOB_DEADLINE_S for sent in self._sent.values())
+        return (not self._broken and self._engine.busy()) or self._jobs.busy()
 
     def reset(self) -> None:
         """Nothing stored so far is found again, in any tier, by anyone; what is in flight is never published.

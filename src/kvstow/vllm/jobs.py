@@ -1,0 +1,125 @@
+"""Copies that the workers were asked to make: what pins their places, and what becomes of each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstow.engine import Engine
+from kvstow.metrics import Metrics
+from kvstow.pool import Lease
+from kvstow.runtime import Clock
+from kvstow.vllm.metadata import Copy, Job, JobReport
+from kvstow.vllm.requests import Tracked
+
+logger = logging.getLogger("kvstow")
+
+JOB_DEADLINE_S: Final = 60.0  # an idle engine is kept stepping at most this long for a worker's answer
+
+
+@dataclass(slots=True)
+class Sent:
+    """A job that workers have not all acknowledged. ``leases[i]`` pins the place of copy ``i``."""
+
+    req_id: str
+    load: bool
+    leases: list[Lease]
+    required_tokens: int
+    moved_tokens: int
+    total_tokens: int
+    since_s: float
+    level: int  # of its line in the log
+    lost: bool = False  # part of a load had no place any more: the workers report its blocks
+    report: JobReport = field(default_factory=lambda: JobReport(0, set(), 0, 0.0))
+
+
+class Jobs:
+    """Owner's thread only. A job has ended once every one of ``ranks`` ranks has reported it."""
+
+    def __init__(self, engine: Engine, ranks: int, chunk_tokens: int, *, clock: Clock, metrics: Metrics) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self._metrics = metrics
+        self._sent: dict[int, Sent] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def new(
+        self,
+        tracked: Tracked,
+        copies: list[Copy],
+        leases: list[Lease],
+        *,
+        load: bool,
+        required: int,
+        moved: int,
+        lost: list[int] | None = None,
+    ) -> Job:
+        """A job of one request; it keeps ``leases``. ``lost``: blocks that nothing can be loaded into."""
+        request = tracked.request
+        job = Job(self._next, request.request_id, copies)
+        self._next += 1
+        job.lost = lost or []
+        # Chunks of a request that decodes come one by one, several in every step of a busy engine: no line for each.
+        level = logging.DEBUG if request.num_output_tokens and not load else logging.INFO
+        self._sent[job.job] = Sent(
+            job.req_id, load, leases, required, moved, request.num_tokens, self._clock.monotonic(), level, bool(lost)
+        )
+        return job
+
+    def ended(self, reports: Mapping[int, JobReport]) -> Iterator[tuple[int, Sent]]:
+        """Take the workers' reports; give each job that has ended by them."""
+        for number, report in reports.items():
+            sent = self._sent.get(number)
+            if sent is None:
+                continue
+            sent.report.merge(report)
+            if sent.report.ranks >= self._ranks:
+                del self._sent[number]
+                yield number, sent
+
+    def settle(self, sent: Sent, *, publish: bool) -> None:
+        """Commit what a store has filled, where ``publish``; release every place, count and log."""
+        report = sent.report
+        for index, lease in enumerate(sent.leases):
+            if publish and not sent.load and index not in report.failed:
+                self._engine.commit(lease)
+            lease.release()
+        failed = len(report.failed)
+        done = len(sent.leases) - failed
+        verb = "load" if sent.load else "store"
+        if failed:
+            self._metrics.count("failed_chunks", failed, tier="memory", reason=f"{verb}_copy")
+        if done:
+            self._metrics.count("loaded_chunks" if sent.load else "stored_chunks", done, tier="memory")
+            self._metrics.count("loaded_bytes" if sent.load else "stored_bytes", report.moved_bytes, tier="memory")
+            self._metrics.observe(f"{verb}_seconds", report.seconds, tier="memory")
+        self._log(sent, done)
+
+    def _log(self, sent: Sent, done: int) -> None:
+        if not logger.isEnabledFor(sent.level):
+            return
+        report = sent.report
+        moved = sent.moved_tokens if done == len(sent.leases) else done * self._chunk_tokens
+        rate = report.moved_bytes / report.seconds / 1e9 if report.seconds > 0 else 0.0
+        what, wanted = (
+            ("Retrieved %d out of %d required tokens (from %d total tokens)", (sent.required_tokens, sent.total_tokens))
+            if sent.load
+            else ("Stored %d out of %d total tokens", (sent.total_tokens,))
+        )
+        logger.log(
+            sent.level,
+            what + ", size: %.2f MB, cost %.1f ms, throughput: %.2f GB/s, request %s",
+            *(moved, *wanted, report.moved_bytes / 1e6, report.seconds * 1e3, rate, sent.req_id),
+        )
+
+    def busy(self) -> bool:
+        """Whether an answer is outstanding and not past its deadline."""
+        now = self._clock.monotonic()
+        return any(now - sent.since_s < JOB_DEADLINE_S for sent in self._sent.values())
