@@ -52,6 +52,15 @@ SENTINELS: dict[str, tuple[str, Any, Any]] = {
     "disk.admission": ("second_sight", "second_sight", "second_sight"),
     "disk.scrub_rate": ("1MB", "1MB", 10**6),
     "disk.threads": ("2", 2, 2),
+    "direct.engine": ("file", "file", "file"),
+    "direct.path": ("/nvme0/a, /nvme1/b", ["/nvme0/a", "/nvme1/b"], ("/nvme0/a", "/nvme1/b")),
+    "direct.size": ("200GB", "200GB", 200 * 10**9),
+    "direct.staging_size": ("512MiB", "512MiB", 512 << 20),
+    "direct.max_chunks": ("1000", 1000, 1000),
+    "direct.policy": ("s3fifo", "s3fifo", "s3fifo"),
+    "direct.failure_policy": ("raise", "raise", "raise"),
+    "direct.format": ("true", True, True),
+    "direct.threads": ("9", 9, 9),
     "redis.url": ("redis://u:pw@h/1", "redis://u:pw@h/1", Secret("redis://u:pw@h/1")),
     "redis.topology": ("cluster", "cluster", "cluster"),
     "redis.sentinel_service": ("kv", "kv", "kv"),
@@ -129,9 +138,8 @@ def test_precedence_rises_from_file_to_environment_to_extra_config(yaml_file: di
     effective = parse("f", env, {"memory": {"size": "3GB"}})
     memory = Memory(size=3 * 10**9, policy="s3fifo")
     assert effective.settings == Settings(chunk_size=1, fetch_deadline_ms=2, memory=memory)
-    assert {key: source for key, source in effective.sources.items() if not key.startswith(("disk.", "redis."))} == {
+    assert {k: s for k, s in effective.sources.items() if s != "default" or k.startswith("memory.")} == {
         "chunk_size": "f",
-        "save_decode": "default",
         "fetch_deadline_ms": "KVSTOW_FETCH_DEADLINE_MS",
         "memory.size": EXTRA_CONFIG,
         "memory.policy": "f",

@@ -3,6 +3,7 @@
 from kvstow.settings.checks import MIN_CHUNKS, check_disk, check_host, check_pool, chunk_tokens
 from kvstow.settings.machine import HostFacts, available_bytes, host_facts
 from kvstow.settings.schema import Settings, leaves
+from kvstow.settings.sections.direct import Direct
 from kvstow.settings.sections.disk import Disk
 from kvstow.settings.sections.memory import Memory
 from kvstow.settings.sources import Effective, Row, load, parse, variable
@@ -10,6 +11,7 @@ from kvstow.settings.values import Secret, format_size, parse_size, redact_url
 
 __all__ = [
     "MIN_CHUNKS",
+    "Direct",
     "Disk",
     "Effective",
     "HostFacts",

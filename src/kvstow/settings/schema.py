@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import msgspec
 from msgspec import Meta, Struct
 
+from kvstow.settings.sections.direct import Direct
 from kvstow.settings.sections.disk import Disk
 from kvstow.settings.sections.kinds import PATHS, SECRET, SIZE
 from kvstow.settings.sections.memory import Memory
@@ -45,6 +46,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 200
     memory: Memory = Memory()
     disk: Disk = Disk()
+    direct: Direct = Direct()
     redis: Redis = Redis()
 
 

@@ -1,0 +1,74 @@
+"""Settings of direct storage."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from kvstow.settings.sections.kinds import PATHS, SIZE
+
+FILE_STAGING_BYTES: Final = 256 << 20  # a rank
+RDS_STAGING_BYTES: Final = 2048 << 20  # a rank: rds_buffer_size of the RBLN documentation
+
+
+class Direct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Direct storage: KV between the device and NVMe, without a pool of host memory in between."""
+
+    engine: Annotated[
+        Literal["auto", "rds", "file"] | None,
+        Meta(
+            description="`rds`: RBLN NPUs and NVMe, past host memory; `file`: O_DIRECT files or block devices, through "
+            "a staging area; `auto`: `rds` where it is available, else `file`. Unset: no direct storage. It takes the "
+            "place of host memory, and has no lower tiers."
+        ),
+    ] = None
+    path: Annotated[
+        tuple[str, ...] | None,
+        Meta(
+            extra={"kind": PATHS},
+            description="For `file`: a directory, in which each rank has a file; or a file or block device for each "
+            "rank, in their order. Preallocated, on local NVMe.",
+        ),
+    ] = None
+    size: Annotated[
+        int | None,
+        Meta(
+            extra={"kind": SIZE},
+            description="What direct storage holds, per engine: all ranks together. Needed with files. Unset: of block "
+            "devices the whole; with `rds` NVMe until there is no more.",
+        ),
+    ] = None
+    staging_size: Annotated[
+        int | None,
+        Meta(
+            extra={"kind": SIZE},
+            description="Memory through which KV passes, all ranks together: host memory with `file`, the device's "
+            "with `rds`. Unset: 256MiB a rank with `file`, 2GiB with `rds`.",
+        ),
+    ] = None
+    max_chunks: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 24)] | None,
+        Meta(description="The most chunks that direct storage holds. Unset: what fits into `direct.size`."),
+    ] = None
+    policy: Annotated[
+        Literal["lru", "s3fifo"],
+        Meta(description="Which chunk makes room. After a restart the order is that of storing."),
+    ] = "lru"
+    failure_policy: Annotated[
+        Literal["ignore", "raise"],
+        Meta(
+            description="What a failed read or write is. `ignore`: logged, and a miss. `raise`: the engine ends with "
+            "an error, for tests of hardware."
+        ),
+    ] = "ignore"
+    format: Annotated[
+        bool,
+        Meta(
+            description="Use a file or block device in `direct.path` that holds something else: what is on it is "
+            "lost. Without it only empty files and kvstow's own are used."
+        ),
+    ] = False
+    threads: Annotated[
+        int, Meta(ge=1, le=64, description="Chunks that a rank reads or writes at the same time, with `file`.")
+    ] = 4
