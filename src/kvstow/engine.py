@@ -166,6 +166,15 @@ class Engine:
         self._fetches.forget(owner)
         return leases
 
+    @property
+    def exact(self) -> bool:
+        """Whether every tier gives back what it was given."""
+        return all(tier.exact for tier in self._tiers)
+
+    def lossy(self, key: ChunkKey) -> bool:
+        """Whether what the pool has of ``key`` went through a lossy codec."""
+        return self._index.lossy(key)
+
     def forget(self, owner: str) -> None:
         """``owner`` needs nothing any more: release what is pinned for it. Idempotent."""
         self._fetches.forget(owner)
@@ -173,20 +182,21 @@ class Engine:
     # --- storing --------------------------------------------------------------------------------------------------
 
     def missing(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Indices of the keys that no tier holds or is being given, as far as is known without asking.
+        """Indices of the keys of which no tier holds or is being given an exact copy, as far as is known without asking.
 
-        A tier that is bypassed holds nothing.
+        A tier that is bypassed holds nothing, and one with a lossy codec holds no exact copies.
         """
-        tiers = [tier for tier in self._tiers if tier.usable]
+        tiers = [tier for tier in self._tiers if tier.exact and tier.usable]
         absent = self._index.absent(keys)
         return [i for i in absent if not any(tier.holds(keys[i]) for tier in tiers)] if tiers else absent
 
     def reserve(self, key: ChunkKey, parent: bytes, tokens: int) -> Lease | None:
-        """A slot for a worker to fill with ``key``. None: it is there or on its way, or every slot is pinned (counted).
+        """A slot for a worker to fill with ``key``, exactly. None: it is there or on its way, or every slot is pinned
+        (counted).
 
         ``commit`` it once every rank has filled its part; released uncommitted, it aborts.
         """
-        if self._index.resident(key) or self._index.filling(key) is not None:
+        if not self._index.absent((key,)):
             return None
         lease = self._index.reserve(key, parent, tokens, fetching=False)
         if lease is None:

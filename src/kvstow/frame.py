@@ -194,22 +194,36 @@ def seal(
 
 
 def check(
-    frame: memoryview, length: int, key: ChunkKey, layout_group: GroupLayout, *, integrity_key: bytes | None = None
+    frame: memoryview,
+    length: int,
+    key: ChunkKey,
+    layout_group: GroupLayout,
+    *,
+    integrity_key: bytes | None = None,
+    coded: bool = False,
 ) -> FrameHeader:
-    """Verify that the ``length`` bytes at the start of ``frame`` are the whole raw frame of ``key``.
+    """Verify that the ``length`` bytes at the start of ``frame`` are the whole raw frame of ``key``; with ``coded``
+    also one of any codec, which is never longer than the raw one.
 
     Raises ``FrameError`` for anything else: short, long, damaged, forged (with ``integrity_key``), of another key, of
-    another layout, or coded. Padding is not looked at, because nothing ever reads it.
+    another layout. Padding is not looked at, because nothing ever reads it; nor is what a codec made of the payload.
     """
-    if length != layout_group.frame_bytes or len(frame) < length:
-        raise FrameError(f"{length} bytes of {len(frame)}, a frame of this group has {layout_group.frame_bytes}")
+    most = layout_group.frame_bytes
+    if len(frame) < length or not (HEADER_BYTES if coded else most) <= length <= most:
+        raise FrameError(f"{length} bytes of {len(frame)}, a frame of this group has {most}")
     header = parse_header(frame[:HEADER_BYTES])
     if header.key != key:
         raise FrameError(f"the frame of {header.key!r}, not of {key!r}")
-    if header.codec_id != RAW or header.raw_length != header.payload_length:
-        raise FrameError(f"codec {header.codec_id}, not raw")
-    if header.spans != frame_spans(layout_group.payload_lengths) or header.tokens > layout_group.chunk_tokens:
-        raise FrameError(f"spans {header.spans} of {header.tokens} tokens do not fit the group's layout")
+    lengths = layout_group.payload_lengths
+    shards, raw_length = len(lengths), sum(lengths)
+    if header.codec_id != RAW:
+        if not coded:
+            raise FrameError(f"codec {header.codec_id}, not raw")
+        lengths = tuple(span.length for span in header.spans)
+    if header.spans != frame_spans(lengths) or len(lengths) != shards or header.frame_length != length:
+        raise FrameError(f"spans {header.spans} in {length} bytes do not fit the group's layout")
+    if header.raw_length != raw_length or header.tokens > layout_group.chunk_tokens:
+        raise FrameError(f"{header.raw_length} bytes of {header.tokens} tokens do not fit the group's layout")
     payload = PayloadChecksum(integrity_key)
     for span in header.spans:
         payload.update(frame[span.offset : span.offset + span.length])

@@ -1,13 +1,15 @@
 """Which chunks are in the pool, and which are on their way into it.
 
 A key is in one of four states: absent, RESERVED (a worker fills its slot), FETCHING (a tier read fills it) or
-RESIDENT (findable; the policy knows it). What pins a slot is a lease, never a state.
+RESIDENT (findable; the policy knows it). What pins a slot is a lease, never a state. What a lossy codec gave back is
+resident too, until an exact copy, RESERVED meanwhile, takes its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from kvstow.key import ChunkKey
 from kvstow.metrics import Metrics
@@ -15,6 +17,14 @@ from kvstow.policy.base import Policy
 from kvstow.pool import HostPool, Lease
 
 MEMORY = "memory"  # the pool's name among the tiers
+
+
+class Got(IntEnum):
+    """What a tier's read gave for one key. Only a miss is false."""
+
+    MISS = 0
+    EXACT = 1
+    LOSSY = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +48,7 @@ class Index:
         self._policy = policy
         self._metrics = metrics
         self._resident: dict[ChunkKey, int] = {}  # to its slot
+        self._lossy: set[ChunkKey] = set()  # of the resident ones
         self._filling: dict[ChunkKey, Filling] = {}
         self._by_slot: dict[int, Filling] = {}
 
@@ -47,12 +58,18 @@ class Index:
     def resident(self, key: ChunkKey) -> bool:
         return key in self._resident
 
+    def lossy(self, key: ChunkKey) -> bool:
+        """Whether what is resident is not what was computed, only near it."""
+        return key in self._lossy
+
     def filling(self, key: ChunkKey) -> Filling | None:
         return self._filling.get(key)
 
     def absent(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Indices of the keys in no state at all."""
-        resident, filling = self._resident, self._filling
+        """Indices of the keys of which no exact copy is resident or being filled in."""
+        resident, filling, lossy = self._resident, self._filling, self._lossy
+        if lossy:
+            return [i for i, key in enumerate(keys) if (key not in resident or key in lossy) and key not in filling]
         return [i for i, key in enumerate(keys) if key not in resident and key not in filling]
 
     def lookup(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
@@ -74,7 +91,7 @@ class Index:
         return None if slot is None else self._pool.lease(slot)
 
     def reserve(self, key: ChunkKey, parent: bytes, tokens: int, *, fetching: bool) -> Lease | None:
-        """A slot for an absent key, evicting by policy. None: every slot is pinned.
+        """A slot for a key that is absent, or resident and lossy, evicting by policy. None: every slot is pinned.
 
         The lease ends in ``publish``; released before, it makes the key absent again.
         """
@@ -86,6 +103,7 @@ class Index:
             if victim is None:
                 return None
             self._pool.free_slot(self._resident.pop(victim))
+            self._lossy.discard(victim)
             self._metrics.count("evicted_chunks", tier=MEMORY)
             lease = self._pool.reserve(key.group)
         self._filling[key] = self._by_slot[lease.slot] = Filling(key, lease, parent, tokens, fetching)
@@ -102,16 +120,24 @@ class Index:
     def _evictable(self, key: ChunkKey) -> bool:
         return self._pool.evictable(self._resident[key])
 
-    def publish(self, lease: Lease) -> Filling | None:
-        """The slot is filled: its key is findable; the lease only pins it from now on.
+    def publish(self, lease: Lease, *, lossy: bool = False) -> Filling | None:
+        """The slot is filled: its key is findable; the lease only pins it from now on. A lossy copy of the key that
+        is resident goes; leases on it stay good.
 
         None: no key is being filled under this lease any more (a reset came between); nothing is published.
         """
         filling = self._forget(lease)
         if filling is not None:
             lease.commit()
+            replaced = self._resident.pop(filling.key, None)
+            if replaced is not None:
+                self._policy.remove(filling.key)
+                self._pool.free_slot(replaced)
+                self._lossy.discard(filling.key)
             self._resident[filling.key] = lease.slot
             self._policy.insert(filling.key)
+            if lossy:
+                self._lossy.add(filling.key)
         return filling
 
     def _forget(self, lease: Lease) -> Filling | None:
@@ -129,6 +155,7 @@ class Index:
             self._policy.remove(key)
             self._pool.free_slot(slot)
         self._resident.clear()
+        self._lossy.clear()
         self._filling.clear()
         self._by_slot.clear()
         self.reserved = 0

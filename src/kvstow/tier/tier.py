@@ -9,20 +9,20 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
-from kvstow import frame
-from kvstow.errors import FrameError, StoreError, StoreRefused, StoreUnavailable
+from kvstow.errors import StoreRefused, StoreUnavailable
+from kvstow.index import Got
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.pool import Lease
 from kvstow.runtime import Clock, Executor
-from kvstow.store.base import Done, Missing, Outcome, Store
+from kvstow.store.base import Done, Store
 from kvstow.store.breaker import Breaker, BreakerState
 from kvstow.tier.call import Call
 from kvstow.tier.limits import TierLimits, WriteRate
+from kvstow.tier.moves import CORRUPT, Came, Coder, Moves, Wrote
 
 T = TypeVar("T")
 
@@ -42,12 +42,13 @@ class Tier:
         clock: Clock,
         metrics: Metrics,
         limits: TierLimits | None = None,
+        coder: Coder | None = None,
         integrity_key: bytes | None = None,
         set_aside: Callable[[Sequence[ChunkKey]], None] | None = None,
         take_corrupt: Callable[[], int] | None = None,
         paths_down: Callable[[], int] | None = None,
     ) -> None:
-        """``set_aside`` removes corrupt values from the store some other way than ``delete``; on a worker.
+        """``coder`` None: frames are raw. ``set_aside`` removes corrupt values from the store some other way than ``delete``; on a worker.
         ``take_corrupt`` says how many the store found by itself since it was last asked, to be counted too;
         ``paths_down`` how many of the directories that it is spread over are out of use."""
         self.name = name
@@ -57,8 +58,8 @@ class Tier:
             store, clock, failures=self.limits.breaker_failures, open_s=self.limits.breaker_open_s
         )
         self._layout = layout
-        self._integrity_key = integrity_key
-        self._set_aside = set_aside or self._store.delete
+        self._moves = Moves(self._store, layout, clock, set_aside or self._store.delete)
+        self.use(coder, integrity_key)
         self._take_corrupt = take_corrupt
         self._paths_down = paths_down
         self._clock = clock
@@ -73,6 +74,15 @@ class Tier:
         self._shown = BreakerState.CLOSED
         self._bypassed = False  # as logged: trials in between, half-open, are not news
         metrics.gauge("tier_state", self._shown, tier=name)
+
+    def use(self, coder: Coder | None, integrity_key: bytes | None) -> None:
+        """Before the first call: code what is written, and check every frame's MAC."""
+        self._moves.coder, self._moves.integrity_key = coder, integrity_key
+
+    @property
+    def exact(self) -> bool:
+        """Whether what it holds comes back as it was written."""
+        return self._moves.coder is None or not self._moves.coder.lossy
 
     # --- health ---------------------------------------------------------------------------------------------------
 
@@ -159,69 +169,53 @@ class Tier:
         """How many chunks of ``group`` make one read call."""
         return max(1, self.limits.read_batch_bytes // self._frame_bytes(group))
 
-    def read(self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[bool]], None]) -> Call | None:
-        """Fill the leased slots. ``then`` hears which hold a whole frame of their key, checked; the others are
-        misses, and corrupt ones are deleted from the store. None: nothing happens, the queue is full."""
+    def read(self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[Got]], None]) -> Call | None:
+        """Fill the leased slots. ``then`` hears which hold the payload of their key, checked, and whether exactly;
+        the others are misses, and corrupt ones are removed from the store. None: nothing happens, the queue is full.
+        """
         size = sum(self._frame_bytes(key.group) for key, _ in items)
         views = [(key, lease.view()) for key, lease in items]
 
-        def end(call: Call, good: list[bool | None] | None, error: BaseException | None) -> None:
+        def end(call: Call, came: list[Came] | None, error: BaseException | None) -> None:
             self._read_bytes -= size
-            self._ended_read(call, [key for key, _ in items], good, error)
-            then([ok is True for ok in good] if good is not None else [False] * len(items))
+            self._ended_read(call, [key for key, _ in items], came, error)
+            then([one.got for one in came] if came is not None else [Got.MISS] * len(items))
 
         def give_up() -> None:
             self._read_bytes -= size
 
-        call = self._submit(lambda: self._read_checked(views), end, give_up, urgent=True)
+        call = self._submit(lambda: self._moves.read(views), end, give_up, urgent=True)
         if call is not None:
             self._read_bytes += size
         return call
 
-    def _read_checked(self, views: Sequence[tuple[ChunkKey, memoryview]]) -> list[bool | None]:
-        """On a worker: read and check. True: a whole frame; False: not there; None: corrupt, and set aside."""
-        good: list[bool | None] = []
-        for (key, view), outcome in zip(views, self._store.read(views), strict=True):
-            try:
-                if isinstance(outcome, Missing):
-                    good.append(False)
-                    continue
-                if not isinstance(outcome, Done):
-                    raise FrameError("longer than a frame of this key can be")
-                group = self._layout.groups[key.group]
-                frame.check(view, outcome.length, key, group, integrity_key=self._integrity_key)
-                good.append(True)
-            except FrameError:
-                good.append(None)
-        corrupt = [key for (key, _), ok in zip(views, good, strict=True) if ok is None]
-        if corrupt:
-            with suppress(StoreError):  # it is a miss either way; deleting is for those who come later
-                self._set_aside(corrupt)
-        return good
-
     def _ended_read(
-        self, call: Call, keys: Sequence[ChunkKey], good: list[bool | None] | None, error: BaseException | None
+        self, call: Call, keys: Sequence[ChunkKey], came: Sequence[Came] | None, error: BaseException | None
     ) -> None:
-        count, metrics = self._metrics.count, self._metrics
-        if good is None:
+        metrics = self._metrics
+        if came is None:
             self._failed(len(keys), error)
             if isinstance(error, StoreRefused):
                 for key in keys:
                     self._learn(key, False)
             return
-        for key, ok in zip(keys, good, strict=True):
-            self._learn(key, ok is True)
-        if corrupt := sum(ok is None for ok in good):
-            count("corrupt_chunks", corrupt, tier=self.name)
-        size = sum(self._frame_bytes(key.group) for key, ok in zip(keys, good, strict=True) if ok)
-        if size:
-            count("loaded_chunks", good.count(True), tier=self.name)
-            count("loaded_bytes", size, tier=self.name)
+        for key, one in zip(keys, came, strict=True):
+            self._learn(key, one.got is not Got.MISS)
+            if one.why == CORRUPT:
+                metrics.count("corrupt_chunks", tier=self.name)
+            elif one.why:
+                metrics.count("failed_chunks", tier=self.name, reason=one.why)
+        used = [one for one in came if one.got is not Got.MISS]
+        if used:
+            size = sum(one.length for one in used)
+            metrics.count("loaded_chunks", len(used), tier=self.name)
+            metrics.count("loaded_bytes", size, tier=self.name)
+            metrics.count("decode_seconds", sum(one.decode_s for one in used), tier=self.name)
             metrics.observe("load_seconds", call.seconds, tier=self.name)
             metrics.observe("load_size_bytes", size, tier=self.name)
 
     def write(self, key: ChunkKey, lease: Lease, then: Callable[[bool], None]) -> Call | None:
-        """Write the sealed frame in the leased slot; ``then`` hears whether the store has the key now.
+        """Write the sealed, exact frame in the leased slot; ``then`` hears whether the store has the key now.
 
         None: refused and counted, because too much is queued, in bytes or in time, or the tier is bypassed; ``then``
         never runs.
@@ -239,37 +233,32 @@ class Tier:
             return None
         view = lease.view()
 
-        def end(call: Call, wrote: tuple[Outcome, bool] | None, error: BaseException | None) -> None:
+        def end(call: Call, wrote: Wrote | None, error: BaseException | None) -> None:
             self._queue(-1, -size)
             self._ended_write(call, key, wrote, error)
-            then(wrote is not None and wrote[1])
+            then(wrote is not None and wrote.held)
 
-        call = self._submit(lambda: self._write_one(key, view), end, lambda: self._queue(-1, -size), urgent=False)
+        call = self._submit(lambda: self._moves.write(key, view), end, lambda: self._queue(-1, -size), urgent=False)
         if call is None:
             self._refuse("queue_full")
             return None
         self._queue(1, size)
         return call
 
-    def _write_one(self, key: ChunkKey, view: memoryview) -> tuple[Outcome, bool]:
-        """On a worker: what came of it, and whether the store has the key now. A rejected key is there already, or
-        has no room, or is not admitted yet: then it must be offered again, so the store is asked."""
-        [outcome] = self._store.write([(key, [view])])
-        return outcome, isinstance(outcome, Done) or self._store.contains([key])[0]
-
-    def _ended_write(
-        self, call: Call, key: ChunkKey, wrote: tuple[Outcome, bool] | None, error: BaseException | None
-    ) -> None:
+    def _ended_write(self, call: Call, key: ChunkKey, wrote: Wrote | None, error: BaseException | None) -> None:
         metrics = self._metrics
         if wrote is None:
             self._failed(1, error)
             return
-        outcome, held = wrote
+        outcome, held, encode_s = wrote
         self._learn(key, held)
+        metrics.count("encode_seconds", encode_s, tier=self.name)
         if isinstance(outcome, Done):
-            self._rate.ended(self._frame_bytes(key.group), call.began_s or 0.0, call.ended_s or 0.0)
+            size = self._frame_bytes(key.group)
+            self._rate.ended(size, call.began_s or 0.0, call.ended_s or 0.0)
             metrics.count("stored_chunks", tier=self.name)
             metrics.count("stored_bytes", outcome.length, tier=self.name)
+            metrics.count("stored_raw_bytes", size, tier=self.name)
             metrics.observe("store_seconds", call.seconds, tier=self.name)
             metrics.observe("store_size_bytes", outcome.length, tier=self.name)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvstow.index import Got
 from kvstow.key import ChunkKey
 from kvstow.pool import Lease
 
@@ -40,10 +41,11 @@ class Lower(Protocol):
         """How many chunks of a group make one read."""
         ...
 
-    def read(self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[bool]], None]) -> Call | None:
-        """Fill leased slots; ``then`` hears which hold a whole, checked frame. None: not started."""
+    def read(self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[Got]], None]) -> Call | None:
+        """Fill leased slots; ``then`` hears which hold their payload, checked, and whether exactly. None: not
+        started."""
         ...
 
     def write(self, key: ChunkKey, lease: Lease, then: Callable[[bool], None]) -> Call | None:
-        """Write a sealed slot; ``then`` hears whether the tier has the key. None: refused, and counted."""
+        """Write a sealed slot, never a lossy one; ``then`` hears whether the tier has the key. None: refused, and counted."""
         ...

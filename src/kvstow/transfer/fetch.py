@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from kvstow.index import MEMORY, Index
+from kvstow.index import MEMORY, Got, Index
 from kvstow.key import ChunkKey
 from kvstow.metrics import Metrics
 from kvstow.pool import Lease
@@ -338,10 +338,10 @@ class Fetches:
             flight.stage, flight.read = Stage.FOUND, None
         return False
 
-    def _arrived(self, source: Lower, read: Read, good: Sequence[bool]) -> None:
+    def _arrived(self, source: Lower, read: Read, good: Sequence[Got]) -> None:
         failed = []
         for flight, lease, ok in zip(read.flights, read.leases, good, strict=True):
-            if ok and self._index.publish(lease) is not None:
+            if ok and self._index.publish(lease, lossy=ok is Got.LOSSY) is not None:
                 for wait in flight.waits:
                     pin = self._index.pin(flight.key)
                     if pin is not None:
