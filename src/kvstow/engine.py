@@ -182,7 +182,7 @@ class Engine:
     # --- storing --------------------------------------------------------------------------------------------------
 
     def missing(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Indices of the keys of which no tier holds or is being given an exact copy, as far as is known without asking.
+        """Indices of the keys of which no tier holds or is being given an exact copy, as far as is known unasked.
 
         A tier that is bypassed holds nothing, and one with a lossy codec holds no exact copies.
         """

@@ -1,4 +1,4 @@
-"""What a tier does on its worker threads: read, check and decode; encode and write. Nothing here waits for the owner."""
+"""What a tier does on its worker threads: read, check and decode; encode and write."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class Tier:
         take_corrupt: Callable[[], int] | None = None,
         paths_down: Callable[[], int] | None = None,
     ) -> None:
-        """``coder`` None: frames are raw. ``set_aside`` removes corrupt values from the store some other way than ``delete``; on a worker.
+        """``coder`` None: frames are raw. ``set_aside`` removes corrupt values from the store some other way than
+        ``delete``; on a worker.
         ``take_corrupt`` says how many the store found by itself since it was last asked, to be counted too;
         ``paths_down`` how many of the directories that it is spread over are out of use."""
         self.name = name

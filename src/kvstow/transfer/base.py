@@ -47,5 +47,6 @@ class Lower(Protocol):
         ...
 
     def write(self, key: ChunkKey, lease: Lease, then: Callable[[bool], None]) -> Call | None:
-        """Write a sealed slot, never a lossy one; ``then`` hears whether the tier has the key. None: refused, and counted."""
+        """Write a sealed slot, never a lossy one; ``then`` hears whether the tier has the key. None: refused, and
+        counted."""
         ...
