@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Final
 
 from kvstow.codec.base import Codec
 from kvstow.codec.cachegen import RATES, CacheGen
+from kvstow.codec.container import Kind
 from kvstow.codec.lossless import Lossless
 from kvstow.codec.raw import Raw
 from kvstow.codec.scaled import fp8, int8
@@ -30,3 +33,13 @@ def codec(name: str) -> Codec:
         case ["cachegen", rate] if rate in RATES:
             return CacheGen(rate)
     raise SettingsError(f"codec {name!r} is none of {', '.join(NAMES)}")
+
+
+def known(kind: Kind) -> Codec | None:
+    """The codec that reads what a frame says it is. None: there is none here."""
+    return _by_kind().get(kind)
+
+
+@cache
+def _by_kind() -> Mapping[Kind, Codec]:
+    return {one.kind: one for one in map(codec, NAMES) if one.kind.codec_id}
