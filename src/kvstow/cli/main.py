@@ -11,6 +11,7 @@ import typer
 
 from kvstow import __version__
 from kvstow.cli import codec, disk
+from kvstow.cli.doctor import doctor
 from kvstow.errors import KVStowError, SettingsError
 from kvstow.settings import Effective, load
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.add_typer(disk.app, name="disk")
 app.add_typer(codec.app, name="codec")
 app.command()(disk.namespaces)
+app.command()(doctor)
 
 
 class Page(StrEnum):

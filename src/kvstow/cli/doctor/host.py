@@ -1,0 +1,143 @@
+"""The host: hash seed, memory, shared memory, limits, NUMA, huge pages, pools of servers that were killed."""
+
+from __future__ import annotations
+
+import glob
+import os
+import resource
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from kvstow.cli.doctor.mounts import filesystem_of
+from kvstow.cli.doctor.result import Result, failed, ok, warning
+from kvstow.errors import SettingsError
+from kvstow.settings import Settings, check_host, format_size
+from kvstow.settings.machine import Holder, HostFacts
+
+SEED: Final = "PYTHONHASHSEED"
+SHM: Final = "/dev/shm"
+HUGE: Final = "hugetlbfs"
+INIT: Final = 1
+UNLIMITED: Final = (resource.RLIM_INFINITY, -1)
+_HUGE_POOLS: Final = "/sys/kernel/mm/hugepages/hugepages-{}kB/free_hugepages"
+
+
+def check_hash_seed(seed: str | None, tiers: Collection[str], *, rbln: bool) -> Iterator[Result]:
+    """``tiers``: those that keep KV after vLLM's process."""
+    fix = f"export {SEED}=0, the same for every instance"
+    if seed is not None and seed != "random":
+        yield ok(SEED, seed)
+    elif rbln:
+        yield failed(SEED, "not set to a fixed value: vLLM for RBLN may hash from a random root", fix)
+    elif tiers:
+        kept = ", ".join(tiers)
+        yield warning(
+            SEED, f"not set to a fixed value, and {kept} outlives vLLM's process: fine with vLLM's default, "
+            "--prefix-caching-hash-algo sha256; refused at start with xxhash", fix
+        )  # fmt: skip
+    else:
+        yield ok(SEED, "not set, and no tier outlives vLLM's process")
+
+
+def check_memory(settings: Settings, facts: HostFacts) -> Iterator[Result]:
+    try:
+        check_host(settings, facts)
+    except SettingsError as error:
+        found, _, fix = str(error).partition(". ")
+        yield failed("memory", found, fix or "set memory.size to less")
+        return
+    memory, size = facts.memory, format_size(settings.memory.size)
+    if memory is None:
+        yield ok("memory", f"memory.size is {size}; how much is left is not known on this system")
+    else:
+        left, total = format_size(memory.available_bytes), format_size(memory.total_bytes)
+        yield ok("memory", f"memory.size {size} fits: {memory.owner} has {left} left of {total}")
+
+
+def check_shm(pool_dir: str | None, total_bytes: int | None) -> Iterator[Result]:
+    """``total_bytes`` of /dev/shm, None: there is none."""
+    if total_bytes is None:
+        yield ok(SHM, "not there; kvstow needs none" if pool_dir is None else f"not there; the pool is in {pool_dir}")
+    elif pool_dir is None:
+        yield ok(SHM, f"{format_size(total_bytes)}; kvstow's pool does not use it (vLLM itself may, between ranks)")
+    else:
+        yield ok(SHM, f"{format_size(total_bytes)}; the pool is in {pool_dir}")
+
+
+def shm_bytes() -> int | None:
+    try:
+        room = os.statvfs(SHM)
+    except OSError:
+        return None
+    return room.f_blocks * room.f_frsize
+
+
+def check_memlock(limit_bytes: int, size_bytes: int, registered_by: Sequence[str]) -> Iterator[Result]:
+    """``registered_by``: what locks memory on this process's account."""
+    enough = limit_bytes in UNLIMITED or limit_bytes >= size_bytes
+    shown = "unlimited" if limit_bytes in UNLIMITED else format_size(limit_bytes)
+    if enough or not registered_by:
+        needed = "" if registered_by else "; nothing that is set needs more"
+        yield ok("locked memory", f"{shown} (ulimit -l){needed}")
+        return
+    found = f"{shown} (ulimit -l), and {' and '.join(registered_by)} locks up to {format_size(size_bytes)}"
+    yield warning("locked memory", found, "ulimit -l unlimited; in a container --ulimit memlock=-1")
+
+
+def memlock_bytes() -> int:
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def check_numa(nodes: int) -> Iterator[Result]:
+    if nodes <= 1:
+        yield ok("NUMA", "one node")
+    else:
+        yield ok("NUMA", f"{nodes} nodes: bind vLLM to the accelerator's node, and its memory (numactl --preferred)")
+
+
+def numa_nodes() -> int:
+    return len(glob.glob("/sys/devices/system/node/node[0-9]*"))
+
+
+def check_huge_pages(pool_dir: str | None, size_bytes: int) -> Iterator[Result]:
+    """Only where the pool is on hugetlbfs: then its pages must have been set aside, and divide it."""
+    mount = filesystem_of(pool_dir) if pool_dir is not None and os.path.isdir(pool_dir) else None
+    if mount is None or mount.kind != HUGE:
+        return
+    page = os.statvfs(mount.at).f_bsize
+    needed, shown = -(-size_bytes // page), format_size(page)
+    if size_bytes % page:
+        found = f"memory.size {format_size(size_bytes)} is not a multiple of {pool_dir}'s pages of {shown}"
+        yield failed("huge pages", found, f"set memory.size to {needed * page}")
+        return
+    free = int(Path(_HUGE_POOLS.format(page >> 10)).read_text())
+    if free < needed:
+        found = f"{free} of {shown} are free, memory.size {format_size(size_bytes)} needs {needed}"
+        yield failed("huge pages", found, f"sysctl vm.nr_hugepages={needed}, or leave memory.pool_dir unset")
+    else:
+        yield ok("huge pages", f"{free} of {shown} are free, {needed} are needed")
+
+
+def check_pools(holders: Sequence[Holder], orphan: Callable[[int], bool]) -> Iterator[Result]:
+    """Pools that other processes hold: of servers that run, or of engine cores whose server was killed."""
+    for holder in holders:
+        found = f"process {holder.pid} holds one of {format_size(holder.pool_bytes)}"
+        if orphan(holder.pid):
+            yield warning("pools", f"{found}, and the server that started it is gone", f"kill {holder.pid}")
+        else:
+            yield ok("pools", found)
+    if not holders:
+        yield ok("pools", "none of other processes")
+
+
+def is_orphan(pid: int) -> bool:
+    """Whether a process's parent has ended. In a container the server may itself be process 1."""
+    try:
+        process = psutil.Process(pid)
+        parent = process.parent()
+        return parent is None or (parent.pid == INIT and parent.name() != process.name())
+    except psutil.Error:
+        return False

@@ -1,0 +1,51 @@
+"""Tiers across the network: do they answer, and are they set up as a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvstow.cli.doctor.result import Result, failed, ok, unknown, warning
+from kvstow.errors import StoreError
+from kvstow.runtime import Clock
+from kvstow.settings import format_size
+
+if TYPE_CHECKING:
+    from kvstow.store.redis import RedisOptions
+    from kvstow.store.redis.about import About
+
+
+def check_redis(options: RedisOptions, clock: Clock) -> Iterator[Result]:
+    """The server at ``redis.url``. No password is ever shown."""
+    try:
+        from kvstow.store.redis.about import about
+    except ModuleNotFoundError:
+        yield failed("redis", "redis.url is set, and redis-py isn't installed", "pip install 'kvstow[redis]'")
+        return
+    try:
+        server = about(options, clock)
+    except StoreError as error:
+        yield failed("redis", f"{options.address!r}: {error}", "see that it runs, that this host may connect, and who")
+        return
+    yield ok("redis", f"{server.product} {server.version}, answers in {server.round_trip_s * 1e3:.1f} ms")
+    yield from _memory(server, expires=options.ttl_s is not None)
+
+
+def _memory(server: About, *, expires: bool) -> Iterator[Result]:
+    if server.limit_bytes is None or server.policy is None:
+        yield unknown("redis memory", "the server does not tell this user (INFO)")
+        return
+    used = format_size(server.used_bytes or 0)
+    if not server.limit_bytes:
+        yield warning(
+            "redis memory", f"{used} used, and no limit: it grows until the system stops it",
+            "set the server's maxmemory, and maxmemory-policy allkeys-lru",
+        )  # fmt: skip
+        return
+    shown = f"{used} used of {format_size(server.limit_bytes)}, {server.policy}"
+    evicts = server.policy.startswith("allkeys") or (expires and server.policy.startswith("volatile"))
+    if evicts:
+        yield ok("redis memory", shown)
+    else:
+        found = f"{shown}: when it is full new chunks are refused"
+        yield warning("redis memory", found, "set the server's maxmemory-policy to allkeys-lru")

@@ -1,0 +1,63 @@
+"""What a check says, and checks that can neither hang nor raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from kvstow.runtime import ThreadExecutor
+
+MAX_FOUND: Final = 400  # characters of what somebody else's message may add
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+    UNKNOWN = "could not check"
+
+
+class Result(NamedTuple):
+    """``found`` is what is so, ``fix`` what to do about it, empty where nothing is."""
+
+    check: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+Check = Callable[[], Iterable[Result]]
+
+
+def ok(check: str, found: str) -> Result:
+    return Result(check, Status.OK, found)
+
+
+def warning(check: str, found: str, fix: str) -> Result:
+    return Result(check, Status.WARNING, found, fix)
+
+
+def failed(check: str, found: str, fix: str) -> Result:
+    return Result(check, Status.FAILED, found, fix)
+
+
+def unknown(check: str, found: str, fix: str = "") -> Result:
+    return Result(check, Status.UNKNOWN, found, fix)
+
+
+def bounded(name: str, check: Check, limit_s: float) -> list[Result]:
+    """The results of ``check``, on a thread of its own that is left behind when it takes longer than ``limit_s``: what
+    hangs the doctor hangs the tier. Whatever it raises is a result too."""
+    ended: list[tuple[list[Result] | None, BaseException | None]] = []
+    executor = ThreadExecutor("doctor")
+    executor.submit(lambda: list(check()), lambda value, error: ended.append((value, error)))
+    executor.wait(limit_s)
+    executor.poll()
+    executor.close(0.0)
+    if not ended:
+        return [failed(name, f"no answer within {limit_s:g} s: it hangs", "see why before vLLM uses it")]
+    value, error = ended[0]
+    if value is None:
+        return [unknown(name, f"could not check: {type(error).__name__}: {error}"[:MAX_FOUND])]
+    return value

@@ -1,0 +1,257 @@
+"""``kvstow doctor`` on this host: real directories, a real Redis, the command and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow.cli import main
+from kvstow.cli.doctor import command, disk
+from kvstow.cli.doctor.disk import Measured, check_path
+from kvstow.cli.doctor.remote import check_redis
+from kvstow.cli.doctor.result import Result, Status, failed, ok
+from kvstow.runtime import SystemClock
+from kvstow.settings import sources
+from kvstow.store.redis import RedisOptions, parse_address
+from kvstow.testing.redis_server import RedisServer, free_port, program
+from kvstow.testing.store_suite import make_key
+from tests.store.disks import disk as open_disk
+from tests.store.disks import put, tmpfs
+
+ROOM = 1_000_000
+
+
+def by_check(results: Iterator[Result]) -> dict[str, Result]:
+    return {result.check: result for result in results}
+
+
+def look(path: Path, size: int = ROOM, min_free: int = 0) -> dict[str, Result]:
+    return by_check(check_path(str(path), size, min_free, SystemClock()))
+
+
+@pytest.fixture
+def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "SAMPLE_BYTES", 8 << 20)
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_sample")
+def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    found = look(tmp_path)
+    assert found["disk path"] == ok("disk path", f"{tmp_path}: writable")
+    assert {"filesystem", "direct I/O", "disk room", "disk speed"} <= set(found)
+    assert "reads " in found["disk speed"].found
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("small_sample")
+def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    found = look(tmp_path / "a" / "b")
+    assert found["disk path"].found == f"{tmp_path}/a/b: not there yet, {tmp_path} is writable"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert look(tmp_path / "file" / "kv")["disk path"].status is Status.FAILED
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "ro", "1m") as path:
+        subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+        found = look(path)
+    assert found["disk path"].status is Status.FAILED
+    assert found["disk path"].fix == "make it writable for the user that vLLM runs as"
+
+
+def test_memory_is_no_disk_and_a_full_one_is_not_filled(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "8m") as path:
+        found = look(path, size=64 << 20)
+        assert list(path.iterdir()) == []
+    assert found["filesystem"].status is Status.WARNING
+    assert "not measured" in found["disk speed"].found
+    assert found["disk room"].status is Status.WARNING
+    assert "are lacking" in found["disk room"].found
+
+
+def test_what_chunks_take_already_is_room(tmp_path: Path) -> None:
+    store = open_disk(tmp_path)
+    assert put(store, make_key(1), 1)
+    store.close()
+    used = disk.used_bytes(str(tmp_path))
+    assert used > 0
+    assert disk.used_bytes(str(tmp_path / "nowhere")) == 0
+    (tmp_path / "ledger").write_bytes(b"x" * 4096)
+    assert disk.used_bytes(str(tmp_path)) == 0
+
+
+def test_network_filesystems_are_warned_of() -> None:
+    for kind in ("nfs4", "cifs", "fuse.sshfs", "overlay"):
+        [result] = disk._filesystem("/x", disk.Filesystem("/x", kind, "somewhere"))
+        assert result.status is Status.WARNING, kind
+        assert result.fix
+    for kind in ("ext4", "xfs", "btrfs"):
+        [result] = disk._filesystem("/x", disk.Filesystem("/x", kind, "/dev/nvme0n1"))
+        assert result.status is Status.OK, kind
+
+
+@pytest.mark.parametrize(
+    ("measured", "check", "status"),
+    [
+        (Measured(True, True, True, 2e9, 2e9), "disk speed", Status.OK),
+        (Measured(True, True, True, 2e9, 2e8), "disk speed", Status.WARNING),
+        (Measured(False, True, True, 2e9, 2e9), "direct I/O", Status.WARNING),
+        (Measured(True, False, True, 2e9, 2e9), "disk path", Status.FAILED),
+        (Measured(True, True, False, 2e9, 2e9), "disk path", Status.FAILED),
+    ],
+)
+def test_what_a_measurement_means(measured: Measured, check: str, status: Status) -> None:
+    assert by_check(disk._quality("/x", measured))[check].status is status
+
+
+# --- Redis ------------------------------------------------------------------------------------------------------------
+
+
+def options(port: int, userinfo: str = "") -> RedisOptions:
+    return RedisOptions(parse_address(f"redis://{userinfo}127.0.0.1:{port}"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    if program() is None:
+        pytest.skip("no Redis here")
+    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.kill()
+
+
+def test_a_redis_that_answers(server: RedisServer) -> None:
+    server.ask("CONFIG", "SET", "maxmemory", "64mb", "maxmemory-policy", "allkeys-lru")
+    found = by_check(check_redis(options(server.port), SystemClock()))
+    assert [result.status for result in found.values()] == [Status.OK, Status.OK]
+    assert "answers in" in found["redis"].found
+    assert found["redis memory"].found.endswith("used of 64MiB, allkeys-lru")
+
+
+@pytest.mark.parametrize(
+    ("limit", "policy", "said"), [("0", "noeviction", "no limit"), ("64mb", "noeviction", "new chunks are refused")]
+)
+def test_a_redis_that_is_no_cache(server: RedisServer, limit: str, policy: str, said: str) -> None:
+    server.ask("CONFIG", "SET", "maxmemory", limit, "maxmemory-policy", policy)
+    found = by_check(check_redis(options(server.port), SystemClock()))["redis memory"]
+    assert found.status is Status.WARNING
+    assert said in found.found
+
+
+def test_a_redis_user_who_may_not_ask(server: RedisServer) -> None:
+    server.ask("ACL", "SETUSER", "kv", "on", ">pw", "~*", "+@all", "-info")
+    found = by_check(check_redis(options(server.port, "kv:pw@"), SystemClock()))
+    assert found["redis"].status is Status.OK
+    assert found["redis memory"].status is Status.UNKNOWN
+
+
+def test_a_redis_that_refuses_and_one_that_is_not_there(server: RedisServer) -> None:
+    server.ask("ACL", "SETUSER", "wrong", "on", ">pw")
+    for place in (options(server.port, "wrong:hidden@"), options(free_port())):
+        found = by_check(check_redis(place, SystemClock()))["redis"]
+        assert found.status is Status.FAILED
+        assert "hidden" not in found.found
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+Kvstow = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def kvstow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kvstow:
+    def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sources.os, "environ", {"PATH": os.defpath, **(env or {})})
+        monkeypatch.setattr(sys, "argv", ["kvstow", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of versions and memory this is a good host, whatever it is."""
+    monkeypatch.setattr(command.versions, "installed", dict)
+    monkeypatch.setattr(command.versions, "check_versions", lambda _: [ok("vllm", "0.32.0")])
+    monkeypatch.setattr(command.host, "check_memory", lambda *_: [ok("memory", "enough")])
+
+
+def rows(out: str) -> dict[str, Any]:
+    return {row["check"]: row for row in json.loads(out)["results"]}
+
+
+@pytest.mark.usefixtures("fits", "small_sample")
+def test_a_good_host_is_exit_code_0(kvstow: Kvstow, tmp_path: Path) -> None:
+    env = {"KVSTOW_DISK_PATHS": str(tmp_path), "KVSTOW_DISK_SIZE": "1GB", "PYTHONHASHSEED": "0"}
+    code, out, err = kvstow("doctor", "--json", env=env)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["ok"] is True
+    assert {"settings", "vllm", "PYTHONHASHSEED", "memory", "pools", "disk path", "disk speed"} <= set(rows(out))
+    assert rows(out)["settings"]["status"] == "ok"
+
+
+@pytest.mark.usefixtures("fits")
+def test_people_see_a_table_with_fixes(kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.host, "check_memory", lambda *_: [failed("memory", "too [little] of it", "buy more")])
+    code, out, err = kvstow("doctor")
+    assert (code, err) == (1, "")
+    assert "too [little] of it" in out
+    assert "→ buy more" in out
+    assert "1 failed" in out
+
+
+@pytest.mark.usefixtures("fits")
+@pytest.mark.parametrize(
+    "env", [{"KVSTOW_MEMORY_SISE": "1"}, {"KVSTOW_DISK_PATHS": "/x"}, {"KVSTOW_CONFIG_FILE": "/nowhere.yaml"}]
+)
+def test_wrong_settings_are_a_result(kvstow: Kvstow, env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.disk, "check_path", lambda *_: [])
+    code, out, _ = kvstow("doctor", "--json", env=env)
+    assert code == 1
+    assert rows(out)["settings"]["status"] == "failed"
+    assert rows(out)["vllm"]["status"] == "ok"
+
+
+@pytest.mark.usefixtures("fits")
+def test_a_password_is_never_shown(kvstow: Kvstow) -> None:
+    url = f"redis://user:s3cret@127.0.0.1:{free_port()}"
+    for arguments in ((), ("--json",)):
+        code, out, err = kvstow("doctor", *arguments, env={"KVSTOW_REDIS_URL": url})
+        assert code == 1
+        assert "s3cret" not in out + err
+    code, out, _ = kvstow("doctor", "--json", env={"KVSTOW_REDIS_URL": "redis://:s3cret@h/x"})
+    assert rows(out)["redis"]["status"] == "failed"
+    assert "s3cret" not in out
+
+
+@pytest.mark.usefixtures("fits")
+def test_a_check_that_breaks_is_no_traceback(kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(command.host, "check_shm", broken)
+    code, out, err = kvstow("doctor", "--json")
+    assert (code, err) == (0, "")
+    assert rows(out)["/dev/shm"]["found"] == "could not check: RuntimeError: unforeseen"
+
+
+def test_called_wrongly_is_exit_code_2(kvstow: Kvstow) -> None:
+    assert kvstow("doctor", "--nonsense")[0] == 2
