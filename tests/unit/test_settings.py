@@ -34,6 +34,7 @@ from kvstow.settings.machine import Memory as HostMemory
 from kvstow.settings.schema import Leaf
 from kvstow.settings.sections.kinds import SECRET
 from kvstow.settings.sources import CONFIG_FILE, EXTRA_CONFIG, Effective, value_of
+from kvstow.settings.values import Options
 from kvstow.settings.yamlfile import parse_yaml
 
 #: A value of each setting that isn't its default: (as text, as YAML and JSON have it, what it comes to).
@@ -41,6 +42,7 @@ SENTINELS: dict[str, tuple[str, Any, Any]] = {
     "chunk_size": ("4096", 4096, 4096),
     "save_decode": ("true", True, True),
     "fetch_deadline_ms": ("321", 321, 321),
+    "priority_limit": ("-3", -3, -3),
     "memory.size": ("7GiB", "7GiB", 7 << 30),
     "memory.policy": ("s3fifo", "s3fifo", "s3fifo"),
     "memory.pool_dir": ("/dev/shm", "/dev/shm", "/dev/shm"),
@@ -76,6 +78,9 @@ SENTINELS: dict[str, tuple[str, Any, Any]] = {
     "redis.timeout_ms": ("5", 5, 5),
     "redis.connect_timeout_ms": ("6", 6, 6),
     "redis.threads": ("7", 7, 7),
+    "plugins.stores": ("a, b=c:d", ["a", "b=c:d"], ("a", "b=c:d")),
+    "plugins.options": ('{"a": {"b": 1}}', {"a": {"b": 1}}, Options('{"a": {"b": 1}}')),
+    "plugins.threads": ("3", 3, 3),
 }
 KNOWN = {leaf.key: leaf for leaf in leaves()}
 

@@ -1,6 +1,7 @@
 """Settings: frozen structs, parsed once. ``load`` reads this process's own, ``parse`` what it is given."""
 
 from kvstow.settings.checks import MIN_CHUNKS, check_disk, check_host, check_pool, chunk_tokens
+from kvstow.settings.lmcache import convert_lmcache, load_lmcache, parse_lmcache
 from kvstow.settings.machine import HostFacts, available_bytes, host_facts
 from kvstow.settings.schema import Settings, leaves
 from kvstow.settings.sections.direct import Direct
@@ -24,11 +25,14 @@ __all__ = [
     "check_host",
     "check_pool",
     "chunk_tokens",
+    "convert_lmcache",
     "format_size",
     "host_facts",
     "leaves",
     "load",
+    "load_lmcache",
     "parse",
+    "parse_lmcache",
     "parse_size",
     "redact_url",
     "variable",

@@ -15,10 +15,11 @@ from msgspec import Meta, Struct
 
 from kvstow.settings.sections.direct import Direct
 from kvstow.settings.sections.disk import Disk
-from kvstow.settings.sections.kinds import PATHS, SECRET, SIZE
+from kvstow.settings.sections.kinds import NAMES, OPTIONS, PATHS, SECRET, SIZE
 from kvstow.settings.sections.memory import Memory
+from kvstow.settings.sections.plugins import Plugins
 from kvstow.settings.sections.redis import Redis
-from kvstow.settings.values import Secret, format_size, parse_paths, parse_size
+from kvstow.settings.values import Secret, format_size, parse_names, parse_options, parse_paths, parse_size
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,10 +45,26 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Then it goes on with what has arrived and computes the rest.",
         ),
     ] = 200
+    priority_limit: Annotated[
+        Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None,
+        Meta(
+            description="Requests whose vLLM `priority` is above this are not stored (they are restored). Unset: all "
+            "are stored.",
+        ),
+    ] = None
+    integrity_key_file: Annotated[
+        str | None,
+        Meta(
+            description="File, mode 0600, with a key: 32 bytes, or 64 hexadecimal digits. Every chunk in a lower tier "
+            "then carries a MAC, and one without it, or of another key, is a miss: who can write to a shared tier can "
+            "neither forge nor swap KV. The same key in all engines that share a tier. Unset: checksums only."
+        ),
+    ] = None
     memory: Memory = Memory()
     disk: Disk = Disk()
     direct: Direct = Direct()
     redis: Redis = Redis()
+    plugins: Plugins = Plugins()
 
 
 class Leaf(NamedTuple):
@@ -74,6 +91,10 @@ class Leaf(NamedTuple):
             return "secret text"
         if self.kind == PATHS:
             return "paths, a list or comma-separated"
+        if self.kind == NAMES:
+            return "names, a list or comma-separated"
+        if self.kind == OPTIONS:
+            return "options by name, masked"
         return " or ".join(_words(self.type))
 
     @property
@@ -86,7 +107,7 @@ class Leaf(NamedTuple):
             return "null"
         if self.kind == SIZE:
             return format_size(value)
-        if self.kind == PATHS:
+        if self.kind in (PATHS, NAMES):
             return ",".join(value)
         return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -103,6 +124,10 @@ class Leaf(NamedTuple):
             return parse_size(raw)
         if self.kind == PATHS:
             return parse_paths(raw)
+        if self.kind == NAMES:
+            return parse_names(raw)
+        if self.kind == OPTIONS:
+            return parse_options(raw)
         if self.kind == SECRET:
             if not isinstance(raw, str):
                 raise ValueError("expected text")

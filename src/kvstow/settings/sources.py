@@ -10,6 +10,7 @@ import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +18,7 @@ import msgspec
 
 from kvstow.errors import SettingsError
 from kvstow.settings.schema import Leaf, Settings, leaves
-from kvstow.settings.sections.kinds import SECRET
+from kvstow.settings.sections.kinds import OPTIONS, SECRET
 from kvstow.settings.values import Secret
 from kvstow.settings.yamlfile import read_yaml
 
@@ -41,13 +42,21 @@ class Row(NamedTuple):
     source: str
 
 
+class Note(NamedTuple):
+    """What there is to say, once, of what was given."""
+
+    warns: bool
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Effective:
     """Settings, and of each key where its value came from: ``default``, a file's path, a variable's name, or
-    ``kv_connector_extra_config``."""
+    ``kv_connector_extra_config``. ``notes`` belong into the log."""
 
     settings: Settings
     sources: Mapping[str, str]
+    notes: tuple[Note, ...] = ()
 
     def describe(self) -> list[Row]:
         """Every setting, in the order of the schema."""
@@ -57,6 +66,23 @@ class Effective:
         value = value_of(self.settings, leaf)
         plain = str(value) if isinstance(value, Secret) else value
         return Row(leaf.key, plain, leaf.show(value), self.sources[leaf.key])
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """A ``SettingsError`` of the block says where the settings that it names came from."""
+        try:
+            yield
+        except SettingsError as error:
+            text = str(error)
+            given = {key: source for key, source in self.sources.items() if source != DEFAULT}
+            found = [
+                f"{key} is from {source}"
+                for key, source in given.items()
+                if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", text)
+            ]
+            if not found:
+                raise
+            raise SettingsError(f"{text} ({'; '.join(found)})") from error
 
     def one_line(self) -> str:
         """All of it in one line for the log, with the source of what isn't a default."""
@@ -79,10 +105,17 @@ def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def parse(file: str | None, env: Mapping[str, str], extra_config: Mapping[str, Any] | None = None) -> Effective:
+def parse(
+    file: str | None,
+    env: Mapping[str, str],
+    extra_config: Mapping[str, Any] | None = None,
+    *,
+    base: Iterable[tuple[str, str, object]] = (),
+) -> Effective:
     """Settings from a YAML file, an environment and the connector's extra config, the later the stronger.
 
-    Without ``file`` the one that ``env`` names in ``KVSTOW_CONFIG_FILE``, if any. Raises ``SettingsError``
+    ``base``, key, source and value, is weaker than all of them. Without ``file`` the one that ``env`` names in
+    ``KVSTOW_CONFIG_FILE``, if any. Raises ``SettingsError``
     naming source, key and what is wrong: an unknown key with the nearest valid one, a wrong type, an empty
     value, a key given twice, a file that can't be read or isn't a mapping.
     """
@@ -103,6 +136,7 @@ def parse(file: str | None, env: Mapping[str, str], extra_config: Mapping[str, A
             seen.add(key)
             values[key], sources[key] = _checked(known[key], raw, source, from_text=from_text), source
 
+    take(base, from_text=False)
     if file is not None:
         take(_flat(read_yaml(file, named_by), file, known), from_text=False)
     take(_variables(env, known), from_text=True)
@@ -114,11 +148,11 @@ def _checked(leaf: Leaf, raw: object, source: str, *, from_text: bool) -> Any:
     try:
         return leaf.parse(raw, from_text=from_text)
     except ValueError as error:
-        value = "" if leaf.kind == SECRET else f" = {_shown(raw)}"
+        value = "" if leaf.kind in (SECRET, OPTIONS) else f" = {shown(raw)}"
         raise SettingsError(f"setting {leaf.key}{value} (from {source}): {error}") from None
 
 
-def _shown(raw: object) -> str:
+def shown(raw: object) -> str:
     """A wrong value, for a message. Of aliases of aliases, in YAML, the text may be endless."""
     if isinstance(raw, str):
         return repr(raw[:SHOWN_CHARACTERS])
@@ -153,7 +187,7 @@ def _flat(mapping: Mapping[Any, Any], source: str, known: Mapping[str, Leaf]) ->
 
 def _known(key: str, known: Mapping[str, Leaf], source: str) -> str:
     if key not in known:
-        raise SettingsError(f"unknown setting {key} in {source}; {_nearest(key, known)}")
+        raise SettingsError(f"unknown setting {key} in {source}; {nearest(key, known)}")
     return key
 
 
@@ -166,20 +200,24 @@ def _variables(env: Mapping[str, str], known: Mapping[str, Leaf]) -> Iterator[tu
             if not env[name].strip():
                 raise SettingsError(f"{name} is set but empty: unset it, or give it a value")
             yield by_variable[name], name, env[name]
-        elif not _is_kubernetes(name, env[name]):
-            raise SettingsError(f"unknown variable {name}; {_nearest(name, [*by_variable, CONFIG_FILE])}")
+        elif not of_kubernetes(name, env[name]):
+            raise SettingsError(f"unknown variable {name}; {nearest(name, [*by_variable, CONFIG_FILE])}")
 
 
-def _is_kubernetes(name: str, value: str) -> bool:
+def of_kubernetes(name: str, value: str) -> bool:
+    """Whether Kubernetes makes this variable for a service."""
     if _KUBERNETES.fullmatch(name):
         return True
     return name.endswith("_PORT") and _KUBERNETES_PORT.fullmatch(value) is not None
 
 
-def _nearest(name: str, valid: Iterable[str]) -> str:
-    """``did you mean …``: by spelling, the separators not counting; else every valid name."""
+def nearest(name: str, valid: Iterable[str], *, all_valid: bool = True) -> str:
+    """``did you mean …``: by spelling, the separators not counting; else every valid name, or where there are many
+    nothing much."""
     plain = {re.sub(r"[^a-z0-9]", "", v.lower()): v for v in valid}
     near = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), plain, n=1, cutoff=0.6)
     if near:
         return f"did you mean {plain[near[0]]}?"
+    if not all_valid:
+        return "nothing is named like it"
     return "valid are " + ", ".join(plain.values())

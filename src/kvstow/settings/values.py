@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Final
 from urllib.parse import urlsplit
@@ -84,6 +86,37 @@ class Secret:
         return redact_url(self._value) if "://" in self._value else MASK
 
     __repr__ = __str__
+
+
+class Options(Secret):
+    """Options by name, as JSON; shown masked entirely, whatever is in them."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return MASK
+
+    __repr__ = __str__
+
+
+def parse_names(value: object) -> tuple[str, ...]:
+    """Words of a list, or of text in which commas separate them. Raises ValueError."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) and part.strip() for part in parts):
+        raise ValueError("expected names: a list, or text with commas between them")
+    return tuple(part.strip() for part in parts)
+
+
+def parse_options(value: object) -> Options:
+    """A mapping of names to mappings, or JSON of one. Raises ValueError, never with what is in it."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(parsed)
+    except (ValueError, TypeError, RecursionError):
+        parsed = text = ""
+    if not isinstance(parsed, Mapping) or not all(isinstance(inner, Mapping) for inner in parsed.values()):
+        raise ValueError("expected options under each name, as in {sqlite: {path: /mnt/chunks.db}}; in text, as JSON")
+    return Options(text)
 
 
 def redact_url(url: str) -> str:

@@ -24,6 +24,7 @@ class Rules:
     chunk_tokens: int
     save_decode: bool
     lookahead: int
+    priority_limit: int | None = None  # requests of a higher one are not stored
 
     @property
     def hashes_per_chunk(self) -> int:

@@ -100,11 +100,15 @@ class SchedulerSide:
             self._rules,
             namespace,
             load=self._loads and namespace is not None and not params.get(SKIP_LOAD, False),
-            store=self._stores and namespace is not None and not params.get(SKIP_STORE, False),
+            store=self._stores and namespace is not None and not self._unstored(request, params),
         )
         tracked.advance(0)
         self._tracked[request.request_id] = tracked
         return tracked
+
+    def _unstored(self, request: Request, params: dict[str, Any]) -> bool:
+        limit = self._rules.priority_limit
+        return bool(params.get(SKIP_STORE, False)) or (limit is not None and request.priority > limit)
 
     def _namespace_of(self, request: Request) -> Namespace | None:
         if self._broken:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvstow import build
+from kvstow.codec.shape import KVShape
 from kvstow.device.base import Device
 from kvstow.errors import UnsupportedError
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.pool import PoolRef
 from kvstow.runtime import SystemClock
-from kvstow.settings import Effective, Settings, load, variable
+from kvstow.settings import Effective, Settings, load, load_lmcache, variable
 from kvstow.tier import Tier
 from kvstow.vllm.groups import block_geometry, device_specs, kv_shard
 from kvstow.vllm.identity import (
@@ -28,6 +30,7 @@ from kvstow.vllm.identity import (
 from kvstow.vllm.metadata import Hello, Mount
 from kvstow.vllm.requests import Rules
 from kvstow.vllm.scheduler import SchedulerSide, check_ranks
+from kvstow.vllm.shapes import kv_shapes
 from kvstow.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("kvstow")
+
+LMCACHE_NAMES: Final = ("LMCacheConnectorV1", "RBLNLMCacheConnectorV1")  # these read LMCache's settings too
 
 
 def log_like_vllm() -> None:
@@ -57,7 +62,10 @@ def _transfer(vllm_config: VllmConfig) -> KVTransferConfig:
 
 
 def _settings(vllm_config: VllmConfig) -> Effective:
-    return load(_transfer(vllm_config).kv_connector_extra_config or {})
+    transfer = _transfer(vllm_config)
+    if transfer.kv_connector in LMCACHE_NAMES:
+        return load_lmcache(transfer.kv_connector_extra_config, workers=vllm_config.parallel_config.world_size)
+    return load(transfer.kv_connector_extra_config or {})
 
 
 def _make_device(kind: str) -> Device:
@@ -105,16 +113,22 @@ def scheduler_side(
     settings = effective.settings
     check_ranks(hellos, vllm_config.parallel_config.world_size, _host())
     logger.info("kvstow settings: %s", effective.one_line())
+    for note in effective.notes:
+        logger.log(logging.WARNING if note.warns else logging.INFO, "LMCache settings: %s", note.text)
     blocks = block_geometry(vllm_config, kv_cache_config)
     groups = {hello.shard: hello.groups for hello in hellos.values()}
     order = sorted(groups)
-    layout = build.chunk_layout(settings, blocks.block_tokens, [groups[shard][0].block_bytes for shard in order])
-    build.check(settings, layout, engines=vllm_config.parallel_config.data_parallel_size_local)
+    with effective.named():
+        layout = build.chunk_layout(settings, blocks.block_tokens, [groups[shard][0].block_bytes for shard in order])
+        build.check(settings, layout, engines=vllm_config.parallel_config.data_parallel_size_local)
     backends = "+".join(sorted({hello.backends for hello in hellos.values()}))
     identity = model_identity(vllm_config, [groups[shard] for shard in order], layout.chunk_tokens, backends)
     metrics, clock = Metrics(), SystemClock()
     transfer = _transfer(vllm_config)
-    tiers = _lower_tiers(vllm_config, settings, layout, identity, clock, metrics)
+    with effective.named():
+        on_cpu = vllm_config.device_config.device_type == "cpu"
+    shapes = kv_shapes(kv_cache_config, layout, [groups[shard] for shard in order], on_cpu=on_cpu)
+    tiers = _lower_tiers(vllm_config, settings, layout, shapes, identity, clock, metrics)
     name = str(transfer.engine_id)
     pool, engine = build.build_engine(settings, layout, name=name, clock=clock, metrics=metrics, tiers=tiers)
     logger.info(
@@ -124,11 +138,11 @@ def scheduler_side(
     )
     speculative = vllm_config.speculative_config
     eagle = speculative is not None and speculative.use_eagle()
-    lookahead = 1 if eagle else 0
+    lookahead, limit = 1 if eagle else 0, settings.priority_limit
     return SchedulerSide(
         engine,
         identity.namespace,
-        Rules(blocks.block_tokens, blocks.hash_tokens, layout.chunk_tokens, settings.save_decode, lookahead),
+        Rules(blocks.block_tokens, blocks.hash_tokens, layout.chunk_tokens, settings.save_decode, lookahead, limit),
         _mount(pool.ref, hellos, order),
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
@@ -142,6 +156,7 @@ def _lower_tiers(
     vllm_config: VllmConfig,
     settings: Settings,
     layout: ChunkLayout,
+    shapes: Sequence[Sequence[KVShape]],
     identity: Identity,
     clock: SystemClock,
     metrics: Metrics,
@@ -154,6 +169,7 @@ def _lower_tiers(
     return build.lower_tiers(
         settings,
         layout,
+        shapes,
         clock=clock,
         metrics=metrics,
         describe=describe,

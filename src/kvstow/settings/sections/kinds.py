@@ -7,3 +7,5 @@ from typing import Final
 SIZE: Final = "size"
 SECRET: Final = "secret"
 PATHS: Final = "paths"
+NAMES: Final = "names"
+OPTIONS: Final = "options"

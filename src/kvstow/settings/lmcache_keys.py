@@ -1,0 +1,218 @@
+"""Every key of LMCache's configuration, as of its 0.5: what becomes of it here, in words.
+
+A key is *mapped* (onto which settings), *refused* (going on without it would break what the user counts on, so a value
+that asks for it stops the start) or *ignored* (one line in the log says why). ``kvstow.settings.lmcache`` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+
+class Fate(StrEnum):
+    MAPPED = "mapped"
+    REFUSED = "refused"
+    IGNORED = "ignored"
+
+
+class Key(NamedTuple):
+    name: str
+    fate: Fate
+    why: str  # of a mapped key: onto what
+
+
+_MAPPED: Final = {
+    "chunk_size": "`chunk_size`; where it isn't set, kvstow's `auto`",
+    "local_cpu": "host memory. With `false` the pool stays, as the way to the lower tiers, and what is in it is a hit; "
+    "refused when nothing else is set, because nothing would be kept",
+    "max_local_cpu_size": "`memory.size`: GiB of a worker, times the workers. Not set: 5, as in LMCache",
+    "local_disk": "`disk.paths`, where `max_local_disk_size` is above 0",
+    "max_local_disk_size": "`disk.size`: GiB of a worker, times the workers. 0 or not set: no disk tier, as in LMCache",
+    "local_disk_path_sharding": "`by_gpu`: `disk.spread: device`; anything else is refused",
+    "remote_url": "`redis.url`, `objects.url` or `mooncake.master`, by its scheme; other schemes are refused",
+    "remote_storage_plugins": "the remote tiers that kvstow has, by their type; others are refused",
+    "remote_serde": "the remote tier's `codec`: `naive` is `raw`, `cachegen` itself; anything else is refused",
+    "blocking_timeout_secs": "the remote tier's `timeout_ms`",
+    "save_decode_cache": "`save_decode`",
+    "min_retrieve_tokens": "`fetch.min_tokens`",
+    "priority_limit": "`priority_limit`",
+    "cache_policy": "`memory.policy` and `disk.policy`: `LRU` and `FIFO`: `lru`; `LFU`: `s3fifo`; `MRU` is refused",
+    "storage_plugins": "`RDSBackend`: `direct.engine: rds`; others: `plugins.stores`",
+    "extra_config": "key by key: see below",
+}
+
+_REFUSED: Final = {
+    "enable_blending": "kvstow restores KV that is exactly the prefix's: CacheBlend's approximation isn't there",
+    "enable_p2p": "there is no peer-to-peer transfer: let the engines share a remote tier (remote_url)",
+    "enable_pd": "there is no disaggregated prefill: use one of vLLM's own connectors for that",
+    "enable_controller": "there is no controller to report to",
+    "gds_path": "GPUDirect Storage isn't there: set local_disk and max_local_disk_size",
+    "maru_path": "there is no Maru tier: set local_disk or remote_url",
+    "retrieve_locations": "every tier that is set is read: leave out those that aren't wanted",
+    "store_location": "every tier that is set is written: leave out those that aren't wanted",
+    "runtime_plugin_locations": "kvstow starts no scripts: start them beside vLLM",
+    "hit_miss_ratio": "hits can't be turned into misses: use the request parameter kvstow.skip_load in tests",
+    "remote_config_url": "settings are not fetched: give them in a file",
+    "enable_hidden_state_cache": "hidden states are not kept, only KV",
+}
+
+_IGNORED: Final = {
+    "loads are already overlapped: they run beside other requests' steps, in whole chunks": (
+        "use_layerwise enable_async_loading"
+    ),
+    "only whole chunks are kept; with chunk_size auto they are small": "save_unfull_chunk",
+    "keys are vLLM's own block hashes: --prefix-caching-hash-algo chooses how they are made": (
+        "pre_caching_hash_algorithm"
+    ),
+    "for huge pages set memory.pool_dir to a hugetlbfs mount": "local_cpu_use_hugepages",
+    "memory.size is all that is taken, and it is checked against what is left": "reserve_local_cpu_size",
+    "the pool is one shared mapping: bind vLLM with numactl": "numa_mode",
+    "it only matters with enable_blending, which is refused": (
+        "blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens blend_special_str"
+    ),
+    "it only matters with enable_p2p, which is refused": "p2p_host p2p_init_ports p2p_lookup_ports",
+    "it only matters with enable_p2p, enable_pd or NIXL storage, which are refused": (
+        "transfer_channel nixl_backends nixl_buffer_size nixl_buffer_device"
+    ),
+    "it only matters with enable_pd, which is refused": (
+        "pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port pd_peer_alloc_port pd_peer_query_port "
+        "pd_proxy_host pd_proxy_port pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_condition_poll_interval_sec "
+        "pd_max_prefill_len pd_backend_mode pd_skip_proxy_notification pd_bidirectional"
+    ),
+    "it is for LMCache's server with SGLang": "mp_host mp_port",
+    "there is no controller to report to": (
+        "lmcache_instance_id controller_pull_url controller_reply_url lmcache_worker_ports lmcache_worker_ids "
+        "lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time"
+    ),
+    "it only matters with gds_path, which is refused": "gds_path_sharding gds_buffer_size use_gds gds_backend",
+    "it only matters with maru_path, which is refused": "maru_pool_size",
+    "it only matters with an audit:// remote_url, which is refused": "audit_actual_remote_url",
+    "kvstow opens no port and runs no scripts; metrics are on vLLM's /metrics": (
+        "internal_api_server_enabled internal_api_server_host internal_api_server_port_start "
+        "internal_api_server_include_index_list internal_api_server_socket_path_prefix script_allowed_imports "
+        "run_script_api_enabled"
+    ),
+    "vLLM's scheduler looks up in its own process, and asks the tiers themselves; fetch_deadline_ms bounds a request's "
+    "wait": "external_lookup_client lookup_timeout_ms lookup_server_worker_ids enable_scheduler_bypass_lookup",
+    "kvstow leaves Python's garbage collector alone": "py_enable_gc",
+    "what a load holds ends with the load, not by a timer": "pin_timeout_sec pin_check_interval_sec",
+    "the pool's memory is always taken piece by piece": (
+        "enable_lazy_memory_allocator lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio "
+        "lazy_memory_step_ratio lazy_memory_safe_size"
+    ),
+    "metrics count chunks without it": (
+        "enable_chunk_statistics chunk_statistics_auto_start_statistics chunk_statistics_auto_exit_timeout_hours "
+        "chunk_statistics_auto_exit_target_unique_chunks chunk_statistics_strategy"
+    ),
+    "kvstow publishes no KV events; vLLM's own are not touched": "enable_kv_events",
+    "kvstow chooses how to copy by the device and its layout": "use_gpu_connector_v3",
+    "it only matters with remote_config_url, which is refused": "app_id",
+    "it only matters with enable_hidden_state_cache, which is refused": (
+        "max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode"
+    ),
+}
+
+
+def _table(mapped: Mapping[str, str], refused: Mapping[str, str], ignored: Mapping[str, str]) -> dict[str, Key]:
+    rows = [Key(name, Fate.MAPPED, text) for name, text in mapped.items()]
+    rows += [Key(name, Fate.REFUSED, why) for name, why in refused.items()]
+    rows += [Key(name, Fate.IGNORED, why) for why, names in ignored.items() for name in names.split()]
+    return {row.name: row for row in rows}
+
+
+KEYS: Final[Mapping[str, Key]] = _table(_MAPPED, _REFUSED, _IGNORED)
+
+ALIASES: Final[Mapping[str, str]] = {
+    "enable_xpyd": "enable_pd",
+    "nixl_role": "pd_role",
+    "nixl_peer_host": "pd_peer_host",
+    "nixl_peer_init_port": "pd_peer_init_port",
+    "nixl_peer_alloc_port": "pd_peer_alloc_port",
+    "nixl_proxy_host": "pd_proxy_host",
+    "nixl_proxy_port": "pd_proxy_port",
+    "controller_url": "controller_pull_url",
+    "lmcache_worker_port": "lmcache_worker_ports",
+    "plugin_locations": "runtime_plugin_locations",
+    "external_backends": "storage_plugins",
+}
+"""Names that LMCache took before."""
+
+REMOTE_SCHEMES: Final[Mapping[str, tuple[str, str, str | None]]] = {
+    "redis": ("redis", "redis", None),
+    "rediss": ("redis", "rediss", None),
+    "unix": ("redis", "unix", None),
+    "valkey": ("redis", "redis", None),
+    "resp": ("redis", "redis", None),
+    "redis-sentinel": ("redis", "redis", "sentinel"),
+    "redis-cluster": ("redis", "redis", "cluster"),
+    "s3": ("objects", "s3", None),
+    "mooncakestore": ("mooncake", "", None),
+}
+"""Of a ``remote_url``'s scheme: kvstow's section, the scheme there, and the topology."""
+
+EXTRA_MAPPED: Final = {
+    "storage_plugin.NAME.module_path": "with `storage_plugin.NAME.class_name`: `plugins.stores`, `NAME=module:class`",
+    "storage_plugin.NAME.…": "`plugins.options`, what the plug-in is given",
+    "rds_buffer_size": "`direct.staging_size`: MiB of a worker, times the workers",
+    "rds_max_chunks": "`direct.max_chunks`",
+    "rds_failure_policy": "`direct.failure_policy`: `ignore`; `raise` is kvstow's own; others are refused",
+    "redis_url": "`redis.url`, with `remote_storage_plugins: redis`",
+    "remote_storage_plugin.redis.redis_url": "`redis.url`, with `remote_storage_plugins: redis`",
+    "disk_io_threads": "`disk.threads`",
+}
+_EXTRA_REFUSED: Final = {
+    "enable_nixl_storage": "there is no NIXL storage: set local_disk or remote_url",
+    "valkey_username": "write remote_url as valkey://user:password@host:port",
+    "valkey_password": "write remote_url as valkey://user:password@host:port",
+    "valkey_database": "write remote_url as valkey://host:port/database",
+    "valkey_mode": "for a Cluster write remote_url as redis-cluster://host:port",
+    "username": "write remote_url as redis://user:password@host:port",
+    "password": "write remote_url as redis://user:password@host:port",
+    "tls_enable": "write remote_url as rediss://host:port",
+}
+_EXTRA_IGNORED: Final = {
+    "every frame says itself what it holds": "save_chunk_meta",
+    "direct I/O is used wherever the filesystem takes it": "use_odirect use_direct_io",
+    "ranks that hold the same bytes store them once": "save_only_first_rank first_rank_max_local_cpu_size",
+    "set redis.ttl": "valkey_enable_ttl valkey_ttl_sec",
+    "set redis.threads": "valkey_sync_num_workers resp_num_threads",
+    "it only matters with enable_nixl_storage, which is refused": (
+        "nixl_backend nixl_pool_size nixl_path nixl_path_sharding nixl_presence_cache nixl_presence_cache_only "
+        "nixl_use_hugepages nixl_backend_params nixl_enable_prog_thread nixl_sync_mode nixl_async_put "
+        "nixl_endpoint_list"
+    ),
+    "it only matters with a tier that kvstow refuses": (
+        "fs_base_path fs_connector_use_odirect fs_connector_relative_tmp_dir fs_connector_read_ahead_size "
+        "hf3fs_mount_point hf3fs_base_path audit_actual_remote_url audit_calc_checksum audit_verify_checksum "
+        "audit_exclude_cmds azure_account_url azure_account_key azure_sas_token azure_connection_string "
+        "sagemaker_hyperpod_bucket sagemaker_hyperpod_use_https dax.device_path dax.max_dax_size "
+        "rust_raw_block.device_path"
+    ),
+    "it tunes how LMCache works inside": (
+        "lookup_backoff_time force_store_wait gpu_to_numa_mapping local_cpu.pinned_align_bytes heartbeat_url "
+        "kv_msg_batch_size kv_msg_batch_timeout full_sync_batch_size p2p_max_retry_count lmcache_rpc_port log_level "
+        "access_log runtime_plugin_extra_config"
+    ),
+}
+EXTRA_KEYS: Final[Mapping[str, Key]] = _table({}, _EXTRA_REFUSED, _EXTRA_IGNORED)
+"""Keys of ``extra_config`` that are refused or ignored; ``EXTRA_MAPPED`` for people the others."""
+
+CONNECTOR_KEYS: Final[Mapping[str, str]] = {
+    "discard_partial_chunks": "only whole chunks are kept",
+    "lmcache_rpc_port": "kvstow's processes talk through vLLM",
+    "skip_last_n_tokens": "the last token is always computed, as vLLM wants it",
+    "lmcache.max_tokens_per_load": "vLLM has allocated a load's blocks before it begins",
+}
+"""Keys of LMCache's that vLLM is given as ``kv_connector_extra_config`` and that aren't settings."""
+
+OTHER_VARIABLES: Final[Mapping[str, str]] = {
+    "LMCACHE_LOG_LEVEL": "kvstow logs as vLLM does: VLLM_LOGGING_LEVEL",
+    "LMCACHE_USE_EXPERIMENTAL": "it chose between versions of LMCache",
+    "LMCACHE_TRACK_USAGE": "kvstow reports nothing to anybody",
+    "LMCACHE_USAGE_TRACK_URL": "kvstow reports nothing to anybody",
+    "LMCACHE_USAGE_TRACK_INTERVAL": "kvstow reports nothing to anybody",
+    "LMCACHE_DISABLE_BANNER": "kvstow has no banner",
+}
+"""``LMCACHE_*`` variables that aren't keys."""
