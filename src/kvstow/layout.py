@@ -33,6 +33,7 @@ class Place(NamedTuple):
 
     kind: Literal["pool", "direct"]
     spans: tuple[Span, ...]
+    tag: bytes = b""  # of an extent: which filling of it this is
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,9 @@ class Slots:
         if not self._pins[slot]:
             self._give_back(slot)
 
+    def spoil(self, slot: int) -> None:
+        """A worker failed to fill or to read the slot."""
+
     def check_integrity(self) -> None:
         """Assert that every slot is accounted for exactly once."""
         assert len(self._free) == len(set(self._free)), "a slot is free twice"

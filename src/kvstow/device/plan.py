@@ -63,7 +63,7 @@ def check(transfer: Transfer, plans: Sequence[GroupPlan], pool_bytes: int, shard
 
     Raises ``CopyError``. ``pool_bytes`` is the length of the mapped pool, 0 when none is.
     """
-    kind, spans = transfer.place
+    kind, spans, _ = transfer.place
     if kind != "pool":
         raise CopyError(f"this device copies to and from the pool, not a {kind!r} place")
     if not 0 <= transfer.group < len(plans) or not 0 <= shard < len(spans):

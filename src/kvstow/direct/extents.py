@@ -1,0 +1,120 @@
+"""Slots of direct storage: the second kind of place. The bytes are the workers'; here is only who has which slot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+from kvstow.direct.geometry import Geometry
+from kvstow.direct.page import tag_of
+from kvstow.direct.table import Table
+from kvstow.key import ChunkKey
+from kvstow.layout import ChunkLayout, Place
+from kvstow.runtime import Clock
+from kvstow.slots import Lease, Slots, SlotState
+
+REST_S: Final = 60.0  # a slot that could not be filled isn't given again sooner, nor is one that never held anything
+
+
+class Extents(Slots):
+    """Slots whose bytes workers write to and read from NVMe themselves.
+
+    A slot that could not be filled or read rests, and with it all that were never filled: where the device is full,
+    another chunk must make room. ``preallocated``: every slot has its space. ``table``: keeps what is committed across
+    restarts; None: nothing does. ``fds``, closed with this, hold the files against other engines.
+    """
+
+    tier: ClassVar[str] = "direct"
+    gauges: ClassVar[str] = "direct"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        layout: ChunkLayout,
+        clock: Clock,
+        *,
+        preallocated: bool,
+        table: Table | None = None,
+        fds: Sequence[int] = (),
+    ) -> None:
+        super().__init__(geometry.slots, geometry.slot_bytes)
+        self._geometry = geometry
+        self._lengths = [group.payload_lengths for group in layout.groups]
+        self._clock = clock
+        self._table = table
+        self._fds = list(fds)
+        self._space = bytearray([preallocated]) * self.slots  # whether a slot is known to have space
+        self._generations = [0] * self.slots
+        self._latest = 0
+        self._grow_s = clock.monotonic()
+        self._rests_s: dict[int, float] = {}
+        self._found = self._adopt(len(layout.groups)) if table is not None else []
+
+    def _adopt(self, groups: int) -> list[tuple[ChunkKey, int]]:
+        assert self._table is not None
+        found: list[tuple[ChunkKey, int]] = []
+        for generation, slot, key in self._table.read():
+            self._latest = max(self._latest, generation)
+            if key.group < groups:
+                self._state[slot] = SlotState.COMMITTED
+                self._group[slot] = key.group
+                self._generations[slot] = generation
+                found.append((key, slot))
+        self._free = [slot for slot in self._free if self._state[slot] is SlotState.FREE]
+        return found
+
+    def found(self) -> Sequence[tuple[ChunkKey, int]]:
+        found, self._found = self._found, []
+        return found
+
+    def reserve(self, group: int = 0) -> Lease | None:
+        if not self._free:
+            return None
+        slot, now_s = self._free[-1], self._clock.monotonic()
+        if now_s < self._rests_s.get(slot, 0.0) or (now_s < self._grow_s and not self._space[slot]):
+            return None
+        lease = super().reserve(group)
+        self._latest += 1
+        self._generations[slot] = self._latest
+        return lease
+
+    def spoil(self, slot: int) -> None:
+        self._rests_s[slot] = self._grow_s = self._clock.monotonic() + REST_S
+
+    def free_slot(self, slot: int) -> None:
+        super().free_slot(slot)
+        if self._table is not None:
+            self._table.clear(slot)
+
+    def poll(self) -> None:
+        if self._table is not None:
+            self._table.poll()
+
+    def busy(self) -> bool:
+        return self._table is not None and self._table.busy()
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        if self._table is not None:
+            self._table.close(timeout_s)
+            self._table = None
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _place(self, lease: Lease) -> Place:
+        assert lease.key is not None, "the index names what a slot is for"
+        tag = tag_of(lease.key, self._generations[lease.slot])
+        return self._geometry.place(lease.slot, self._lengths[lease.group], tag)
+
+    def _commit(self, lease: Lease) -> None:
+        super()._commit(lease)
+        self._space[lease.slot] = 1
+        self._rests_s.pop(lease.slot, None)
+        if self._table is not None:
+            assert lease.key is not None
+            self._table.put(lease.slot, lease.key, self._generations[lease.slot])
+
+    def _give_back(self, slot: int) -> None:
+        super()._give_back(slot)
+        if slot in self._rests_s:
+            self._free.insert(0, self._free.pop())

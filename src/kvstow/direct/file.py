@@ -1,0 +1,79 @@
+"""The engine ``file``: O_DIRECT between page-aligned host memory and a file or block device.
+
+Why threads and not io_uring: docs/decisions/0010-direct-storage.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from xxhash import xxh3_128_digest
+
+from kvstow.direct.base import Extent
+from kvstow.direct.page import check_page, seal_page
+from kvstow.errors import CopyError, FrameError
+from kvstow.layout import ALIGN, HEADER_BYTES, align_up
+
+IO: Final = (os.preadv, os.pwritev)
+Io = Callable[[int, Sequence[memoryview], int], int]
+
+
+class FileMedia:
+    """Areas of ``area_bytes`` in one mapping, ``memory``; each a header page, then the payload. Owns ``fd``, which was
+    opened with O_DIRECT."""
+
+    name = "direct storage (file)"
+
+    def __init__(self, fd: int, shard: int, areas: int, area_bytes: int, *, io: tuple[Io, Io] = IO) -> None:
+        self.areas = areas
+        self.memory = memoryview(mmap.mmap(-1, areas * area_bytes))
+        self._fd = fd
+        self._shard = shard
+        self._area_bytes = area_bytes
+        self._preadv, self._pwritev = io
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def payload_offset(self, area: int) -> int:
+        """Where in ``memory`` an area's payload begins."""
+        return area * self._area_bytes + HEADER_BYTES
+
+    def write(self, area: int, extent: Extent) -> None:
+        view = self._view(area, extent)
+        payload = view[HEADER_BYTES : HEADER_BYTES + extent.length]
+        view[HEADER_BYTES + extent.length :] = bytes(len(view) - HEADER_BYTES - extent.length)
+        view[:HEADER_BYTES] = seal_page(extent.tag, self._shard, extent.length, xxh3_128_digest(payload))
+        self._all(self._pwritev, view, extent.offset, "written")
+
+    def read(self, area: int, extent: Extent) -> None:
+        view = self._view(area, extent)
+        self._all(self._preadv, view, extent.offset, "read")
+        checksum = check_page(view[:HEADER_BYTES], extent.tag, self._shard, extent.length)
+        if checksum is None or xxh3_128_digest(view[HEADER_BYTES : HEADER_BYTES + extent.length]) != checksum:
+            raise FrameError("the payload's checksum does not match")
+
+    def _view(self, area: int, extent: Extent) -> memoryview:
+        """The bytes to move. A kernel may let a misaligned direct transfer pass, slowly or wrongly: this does not."""
+        size = HEADER_BYTES + align_up(extent.length)
+        if not 0 <= area < self.areas or not HEADER_BYTES < size <= self._area_bytes:
+            raise CopyError(f"a payload of {extent.length} bytes in staging area {area}")
+        start = area * self._area_bytes
+        if extent.offset < ALIGN or any(n % ALIGN for n in (extent.offset, start, self._address)):
+            raise CopyError(f"misaligned: {size} bytes at offset {extent.offset}, staging offset {start}")
+        return self.memory[start : start + size]
+
+    def _all(self, move: Io, view: memoryview, offset: int, done: str) -> None:
+        moved = 0
+        while moved < len(view):  # at most 2 GiB at once
+            count = move(self._fd, [view[moved:]], offset + moved)
+            moved += count
+            if count <= 0 or moved % ALIGN:
+                raise CopyError(f"only {moved} of {len(view)} bytes at {offset} were {done}")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,205 @@
+"""A worker's transfers: pages to extents and back through a bounded number of staging areas.
+
+    store   waits for an area ─> pages to area ─> area to extent ─> done
+    load    waits for an area ─> extent to area, checked ─> area to pages ─> done
+
+Chunks go one by one, as areas become free, so that a prompt may be larger than the staging; while one is on NVMe the
+next is copied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from kvstow.direct.base import Extent, Media
+from kvstow.errors import CopyError
+from kvstow.runtime import Clock, Executor
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+CLOSE_TIMEOUT_S = 30.0  # gigabytes at the speed of a slow disk
+
+
+class Copied(NamedTuple):
+    """The end of a copy between pages and an area."""
+
+    ticket: int
+    error: str | None
+    moved_bytes: int
+
+
+class Mover(Protocol[T_contra]):
+    """Copies between pages and staging areas: a device, seen from here."""
+
+    def start(self, ticket: int, item: T_contra, area: int, *, load: bool) -> None: ...
+
+    def ended(self) -> Iterable[Copied]:
+        """Each once."""
+        ...
+
+    def fence(self, tickets: Sequence[int]) -> None:
+        """As a device's. Raises ``CopyError``."""
+        ...
+
+
+class Ended(NamedTuple):
+    """A job's end. ``failed``: indices of its items; ``io_failed``: how many of them for NVMe's sake."""
+
+    ticket: int
+    load: bool
+    failed: tuple[int, ...]
+    io_failed: int
+    error: str | None
+    moved_bytes: int
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    ticket: int
+    load: bool
+    left: int
+    began_s: float
+    failed: dict[int, str] = field(default_factory=dict)
+    io_failed: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Item(Generic[T]):
+    job: _Job
+    index: int
+    item: T
+    extent: Extent
+    area: int = -1
+
+
+class Pipeline(Generic[T]):
+    """Owner's thread only; nothing but ``fence`` and ``close`` waits. ``executor``, closed with this, runs the media's
+    calls. A quarter of the areas is kept for loads, which requests wait for."""
+
+    def __init__(self, media: Media, mover: Mover[T], executor: Executor, clock: Clock) -> None:
+        self._media = media
+        self._mover = mover
+        self._executor = executor
+        self._clock = clock
+        self._areas = list(range(media.areas))
+        self._kept_for_loads = min(media.areas // 4, media.areas - 1)
+        self._loads: deque[_Item[T]] = deque()
+        self._stores: deque[_Item[T]] = deque()
+        self._copying: dict[int, _Item[T]] = {}  # by the mover's ticket
+        self._next = 0
+        self._jobs: dict[int, _Job] = {}
+        self._ended: list[Ended] = []
+        self._closed = False
+
+    def submit(self, ticket: int, items: Sequence[tuple[T, Extent]], *, load: bool) -> None:
+        """Start a job of at least one item."""
+        job = self._jobs[ticket] = _Job(ticket, load, len(items), self._clock.monotonic())
+        queue = self._loads if load else self._stores
+        queue.extend(_Item(job, index, item, extent) for index, (item, extent) in enumerate(items))
+        self._fill()
+
+    def ended(self) -> list[Ended]:
+        """Take what has ended, start what can begin; each job's end once."""
+        self._advance()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def fence(self, tickets: Sequence[int]) -> None:
+        """What these jobs have not begun to copy out of pages is given up; what they have is waited for, NVMe is not.
+
+        Raises ``CopyError`` as the mover does.
+        """
+        wanted = set(tickets)
+        for item in [item for item in self._stores if item.job.ticket in wanted]:
+            self._stores.remove(item)
+            self._end(item, "given up: its pages were needed before staging had room")
+        copying = [number for number, item in self._copying.items() if item.job.ticket in wanted]
+        self._mover.fence(copying)
+
+    def close(self) -> None:
+        """End everything, waiting a bounded time."""
+        if self._closed:
+            return
+        self._closed = True
+        for queue in (self._loads, self._stores):
+            while queue:
+                self._end(queue.popleft(), "the device is closed")
+        deadline_s = self._clock.monotonic() + CLOSE_TIMEOUT_S
+        with suppress(CopyError):
+            self._mover.fence(tuple(self._copying))
+        self._advance()
+        while self._executor.outstanding and self._executor.wait(max(0.0, deadline_s - self._clock.monotonic())):
+            self._advance()
+        with suppress(CopyError):
+            self._mover.fence(tuple(self._copying))
+        self._advance()
+        if self._executor.close(max(0.0, deadline_s - self._clock.monotonic())):
+            self._media.close()  # else a thread may still use its descriptor
+
+    def _advance(self) -> None:
+        for copied in self._mover.ended():
+            item = self._copying.pop(copied.ticket, None)
+            if item is None:
+                continue
+            item.job.moved_bytes += copied.moved_bytes
+            if copied.error is not None or item.job.load:
+                self._end(item, copied.error)
+            else:
+                self._io(item, self._media.write)
+        self._executor.poll()
+        self._fill()
+
+    def _fill(self) -> None:
+        """Give free areas to what waits."""
+        while self._areas and self._loads:
+            item = self._loads.popleft()
+            item.area = self._areas.pop()
+            self._io(item, self._media.read)
+        while len(self._areas) > self._kept_for_loads and self._stores:
+            item = self._stores.popleft()
+            item.area = self._areas.pop()
+            self._copy(item)
+
+    def _copy(self, item: _Item[T]) -> None:
+        number, self._next = self._next, self._next + 1
+        self._copying[number] = item
+        self._mover.start(number, item.item, item.area, load=item.job.load)
+
+    def _io(self, item: _Item[T], move: Callable[[int, Extent], None]) -> None:
+        work = partial(move, item.area, item.extent)
+        if not self._executor.submit(work, lambda _, error: self._moved(item, error), urgent=item.job.load):
+            self._end(item, "too much is queued for NVMe")
+
+    def _moved(self, item: _Item[T], error: BaseException | None) -> None:
+        if error is not None:
+            item.job.io_failed += 1
+            self._end(item, f"{type(error).__name__}: {error}")
+        elif not item.job.load:
+            self._end(item, None)
+        elif self._closed:
+            self._end(item, "the device is closed")
+        else:
+            self._copy(item)
+
+    def _end(self, item: _Item[T], error: str | None) -> None:
+        job = item.job
+        if item.area >= 0:
+            self._areas.append(item.area)
+            item.area = -1
+        if error is not None:
+            job.failed[item.index] = error
+        job.left -= 1
+        if job.left:
+            return
+        del self._jobs[job.ticket]
+        seconds = self._clock.monotonic() - job.began_s
+        why = next(iter(job.failed.values()), None)
+        failed = tuple(sorted(job.failed))
+        self._ended.append(Ended(job.ticket, job.load, failed, job.io_failed, why, job.moved_bytes, seconds))

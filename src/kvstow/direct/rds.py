@@ -1,0 +1,153 @@
+"""The engine ``rds``: RBLN Direct Storage. Payloads go between device memory and NVMe and never pass the host.
+
+From ``rebel.rds``, as far as it is publicly known: a ``Chunk`` is space on NVMe; a transfer moves whole bound areas;
+``sync_to_device`` must come before a write and ``mark_device_updated`` after a read, else stale bytes are used in
+silence; a tensor must have been allocated before the first ``Chunk``. A ``Chunk`` can't be opened again, so nothing
+outlives the process. Each slot has a chunk of its own, made when the slot is first filled: it needs no size beforehand,
+and where NVMe is full that one filling fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from xxhash import xxh3_128_digest
+
+from kvstow.direct.base import Extent
+from kvstow.direct.page import check_page, seal_page
+from kvstow.errors import CopyError, FrameError, UnsupportedError
+from kvstow.layout import ALIGN, HEADER_BYTES, align_up
+
+SAMPLE: Final = 64  # of how many slots the payload of one is checked, through the host
+
+
+class Area(Protocol):
+    """A bound area of device memory."""
+
+    @property
+    def address(self) -> int: ...
+
+    def put(self, data: bytes) -> None:
+        """From host memory; as many bytes as the area has."""
+        ...
+
+    def get(self) -> bytes:
+        """Into host memory."""
+        ...
+
+
+class Staged(Protocol):
+    """A staging area: one bound area for the header page, one for the payload."""
+
+    @property
+    def page(self) -> Area: ...
+
+    @property
+    def payload(self) -> Area: ...
+
+
+def load() -> tuple[Any, Any]:
+    """``rebel.rds`` and ``rebel._C.vmem``. Raises ``UnsupportedError``, saying what is missing."""
+    try:
+        rds: Any = importlib.import_module("rebel.rds")
+        vmem: Any = importlib.import_module("rebel._C").vmem
+    except (ImportError, AttributeError, OSError) as error:
+        raise UnsupportedError(f"rebel.rds can't be imported: {error}") from error
+    try:
+        if not rds.is_available():
+            raise UnsupportedError("rebel.rds.is_available() is false: see rebellions-rds-binding.service")
+        if rds.query_available_device_count() < 1:
+            raise UnsupportedError("rebel.rds finds no device bound for direct storage")
+    except RuntimeError as error:
+        raise UnsupportedError(f"rebel.rds does not answer: {error}") from error
+    return rds, vmem
+
+
+class RdsMedia:
+    """``api``: of ``load``; ``staged``: the areas, allocated before this. Not thread-safe: give it one thread."""
+
+    name = "RDS"
+
+    def __init__(
+        self,
+        api: tuple[Any, Any],
+        device: int,
+        shard: int,
+        staged: Sequence[Staged],
+        extent_bytes: int,
+        sample: int = SAMPLE,
+    ) -> None:
+        self.areas = len(staged)
+        self._rds, self._vmem = api
+        self._device = device
+        self._shard = shard
+        self._staged = staged
+        self._extent_bytes = extent_bytes
+        self._sample = sample
+        self._chunks: dict[int, Any] = {}
+
+    def write(self, area: int, extent: Extent) -> None:
+        slot, staged = self._slot(extent), self._staged[area]
+        checksum = None
+        if slot % self._sample == 0:
+            checksum = xxh3_128_digest(staged.payload.get()[: extent.length])
+        staged.page.put(seal_page(extent.tag, self._shard, extent.length, checksum))
+        try:
+            chunk = self._chunk(slot)
+            with self._rds.Stream(device=self._device, node_id=0) as stream:
+                self._move(chunk.write, staged.page, 0, stream, sync=True)
+                self._move(chunk.write, staged.payload, HEADER_BYTES, stream, sync=True)
+        except (RuntimeError, ValueError) as error:
+            raise CopyError(str(error)) from error
+
+    def read(self, area: int, extent: Extent) -> None:
+        slot, staged = self._slot(extent), self._staged[area]
+        chunk = self._chunks.get(slot)
+        if chunk is None:
+            raise FrameError("nothing was written there")
+        try:
+            checksum = self._read_page(chunk, staged, extent)
+            with self._rds.Stream(device=self._device, node_id=0) as stream:
+                self._move(chunk.read, staged.payload, HEADER_BYTES, stream)
+            self._rds.mark_device_updated(staged.payload.address)
+            self._read_page(chunk, staged, extent)
+        except (RuntimeError, ValueError) as error:
+            raise CopyError(str(error)) from error
+        if checksum is not None and xxh3_128_digest(staged.payload.get()[: extent.length]) != checksum:
+            raise FrameError("the payload's checksum does not match")
+
+    def _read_page(self, chunk: Any, staged: Staged, extent: Extent) -> bytes | None:
+        with self._rds.Stream(device=self._device, node_id=0) as stream:
+            self._move(chunk.read, staged.page, 0, stream)
+        self._rds.mark_device_updated(staged.page.address)
+        return check_page(staged.page.get(), extent.tag, self._shard, extent.length)
+
+    def _move(self, move: Any, area: Area, offset: int, stream: Any, *, sync: bool = False) -> None:
+        """All buffers of an area, one behind the other from ``offset``."""
+        if sync:
+            self._vmem.sync_to_device(area.address)
+        buffers = self._vmem.get_device_buffers(area.address)
+        if not buffers:
+            raise CopyError("a staging area is not bound to device memory")
+        for buffer in buffers:
+            if buffer.size % ALIGN or offset % ALIGN:
+                raise CopyError(f"misaligned: {buffer.size} bytes at {offset}")
+            move(buffer, file_offset=offset, stream=stream)
+            offset += buffer.size
+
+    def _slot(self, extent: Extent) -> int:
+        slot, rest = divmod(extent.offset, self._extent_bytes)
+        if rest or HEADER_BYTES + align_up(extent.length) > self._extent_bytes:
+            raise CopyError(f"misaligned: a payload of {extent.length} bytes at {extent.offset}")
+        return slot
+
+    def _chunk(self, slot: int) -> Any:
+        if slot not in self._chunks:
+            self._chunks[slot] = self._rds.Chunk(size=self._extent_bytes, device=self._device)
+        return self._chunks[slot]
+
+    def close(self) -> None:
+        while self._chunks:
+            self._chunks.popitem()[1].close()
