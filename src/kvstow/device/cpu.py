@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from math import gcd
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 
 from kvstow.device.base import Finished, KVCache, KVSpec, Transfer
 from kvstow.device.plan import GroupPlan, Move, attach_groups, check
+from kvstow.device.tickets import FENCE_TIMEOUT_S, Tickets
 from kvstow.errors import CopyError
 from kvstow.hostmem import populate
 from kvstow.layout import GroupPages
@@ -30,7 +31,6 @@ from kvstow.runtime import Clock, Executor, rest
 POPULATE_BYTES: Final = 8 << 20  # 4 ms, for which the process's memory map is held
 POPULATE_AT_ONCE_BYTES: Final = 256 << 20  # the first slots, which the first requests fill
 POPULATE_SHARE: Final = 0.1  # of one core: the host of a virtual machine may have to find each page
-FENCE_TIMEOUT_S: Final = 30.0  # tens of GB at memory speed: what takes longer is stuck
 UNITS: Final = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -224,7 +224,7 @@ class CpuDevice:
         mover: Mover | None = None,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
-        self._executor = executor
+        self._tickets = Tickets(executor, clock, fence_timeout_s)
         self._toucher = toucher
         self._clock = clock
         self._mover = mover or TorchMover()
@@ -233,16 +233,12 @@ class CpuDevice:
         self._groups: list[_Group] = []
         self._pool: torch.Tensor | None = None
         self._shard = 0
-        self._in_flight: dict[int, int] = {}  # ticket to its transfers
-        self._given_up: set[int] = set()  # a fence could not wait for these: whatever they moved is not to be used
-        self._ended: list[Finished] = []
-        self._closed = False
         self._stop = threading.Event()  # for the toucher
 
     def attach(
         self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
     ) -> tuple[GroupPages, ...]:
-        self.fence(tuple(self._in_flight))
+        self._tickets.fence()
         with torch.inference_mode(False):  # an inference tensor made here could not be written on another thread
             self._plans = attach_groups(kv_caches, groups, "cpu")
             self._groups = [_Group(plan, self._mover) for plan in self._plans]
@@ -272,66 +268,26 @@ class CpuDevice:
         self._start(ticket, transfers, load=True)
 
     def _start(self, ticket: int, transfers: Sequence[Transfer], *, load: bool) -> None:
-        pool, groups, plans, shard, clock = self._pool, self._groups, self._plans, self._shard, self._clock
+        pool, groups, plans, shard = self._pool, self._groups, self._plans, self._shard
         pool_bytes = 0 if pool is None else pool.numel()
-        # The caller's lists of block ids grow while the copy waits its turn.
-        batch = [Transfer(t.place, tuple(t.block_ids), t.first_block, t.group) for t in transfers]
 
-        def one(transfer: Transfer) -> int:
+        def copy(transfer: Transfer) -> int:
             move = check(transfer, plans, pool_bytes, shard, load=load)
             assert pool is not None
             return groups[move.group].copy(pool, move, load=load)
 
-        def work() -> Finished:
-            began = clock.monotonic()
-            failed: dict[int, str] = {}
-            moved = 0
-            with one_thread():
-                for i, transfer in enumerate(batch):
-                    try:
-                        moved += one(transfer)
-                    except (CopyError, RuntimeError, IndexError, ValueError) as error:
-                        failed[i] = str(error)
-            error_text = next(iter(failed.values()), None)
-            return Finished(ticket, tuple(failed), error_text, moved, clock.monotonic() - began)
-
-        self._in_flight[ticket] = len(batch)
-        if self._closed or not self._executor.submit(work, lambda done, error: self._end(ticket, done, error)):
-            self._end(ticket, None, CopyError("the device is closed, or its queue of copies is full"))
-
-    def _end(self, ticket: int, done: Finished | None, error: BaseException | None) -> None:
-        count = self._in_flight.pop(ticket)
-        if ticket in self._given_up:
-            self._given_up.discard(ticket)
-            done, error = None, CopyError(f"the copy took longer than a fence waits ({self._fence_timeout_s} s)")
-        self._ended.append(done or Finished(ticket, tuple(range(count)), str(error), 0, 0.0))
+        self._tickets.start(ticket, transfers, copy, one_thread)
 
     def finished(self) -> list[Finished]:
-        self._executor.poll()
-        ended, self._ended = self._ended, []
-        return ended
+        return self._tickets.finished()
 
     def fence(self, tickets: Sequence[int]) -> None:
         """Wait for the copies; what is left after ``fence_timeout_s`` has failed, and ``CopyError`` is raised."""
-        deadline = self._clock.monotonic() + self._fence_timeout_s
-        waiting = self._in_flight.keys() & set(tickets)
-        while waiting:
-            left = deadline - self._clock.monotonic()
-            if left <= 0 or not self._executor.wait(left):
-                self._given_up |= waiting
-                raise CopyError(f"{len(waiting)} copies did not end within {self._fence_timeout_s} s")
-            self._executor.poll()
-            waiting &= self._in_flight.keys()
+        self._tickets.fence(tickets)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
         self._stop.set()
         if self._toucher is not None:
             self._toucher.close(self._fence_timeout_s)
-        with suppress(CopyError):  # each copy that does not end is reported as failed
-            self.fence(tuple(self._in_flight))
-        self._executor.close(self._fence_timeout_s)
-        self._executor.poll()
+        self._tickets.close()
         self._pool, self._groups, self._plans = None, [], []
