@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from kvstow.layout import GroupLayout
 from kvstow.store.base import REJECTED, Done
 from kvstow.store.disk import DiskStore
 from kvstow.store.disk.admission import SecondSight
-from kvstow.store.disk.check import frame_check
+from kvstow.store.disk.check import Read, frame_check
 from kvstow.store.disk.mount import attach
 from kvstow.store.disk.scrub import Scrub
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
@@ -93,13 +94,59 @@ def test_a_keyed_scrub_refuses_frames_without_a_mac(tmp_path: Path) -> None:
     assert len(bad) == 40
 
 
+@pytest.mark.parametrize("length", [1 << 40, 3 << 30])
+def test_a_huge_file_by_a_chunks_name_is_judged_by_its_first_page(tmp_path: Path, length: int) -> None:
+    filled(tmp_path)
+    os.truncate(file_of(tmp_path, KEYS[3]), length)  # sparse, behind a whole frame
+    empty = file_of(tmp_path, KEYS[4])
+    os.truncate(empty, 0)
+    os.truncate(empty, length)
+    bad: list[bytes] = []
+    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest))
+    done = scrub.step(attach(str(tmp_path)), 1 << 50, threading.Event())
+    assert sorted(bad) == sorted(KEYS[i].digest() for i in (3, 4))
+    assert done <= 40 * GROUP.frame_bytes
+
+
+def test_a_header_that_claims_more_than_a_chunk_can_have_is_not_followed(tmp_path: Path) -> None:
+    filled(tmp_path)
+    path = file_of(tmp_path, KEYS[3])
+    header = frame.parse_header(path.read_bytes()[:4096])
+    spans = frame.frame_spans([1 << 40])
+    page = memoryview(bytearray(4096))
+    frame.write_header(page, replace(header, spans=spans, raw_length=1 << 40), frame.PayloadChecksum(), None)
+    path.write_bytes(page)
+    os.truncate(path, 4096 + (1 << 40))
+    bad: list[bytes] = []
+    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest))
+    assert scrub.step(attach(str(tmp_path)), 1 << 50, threading.Event()) <= 40 * GROUP.frame_bytes
+    assert bad == [KEYS[3].digest()]
+
+
+def test_frames_longer_than_the_buffer_and_coded_ones_are_whole(tmp_path: Path) -> None:
+    store, group = disk(tmp_path, size_bytes=1 << 30), GroupLayout(16, 1, (9_000_001, 5))
+    whole = memoryview(bytearray(group.frame_bytes))
+    frame.seal(whole, KEYS[0], group, 16, b"", 0.0)
+    assert write_one(store, KEYS[0], bytes(whole)) == Done(group.frame_bytes)
+    coded = memoryview(bytearray(4096 + 8192))
+    payload = frame.PayloadChecksum()
+    payload.update(coded[4096 : 4096 + 5000])
+    header = frame.FrameHeader(KEYS[1], b"", 16, 9_000_006, frame.frame_spans([5000]), b"", 0.0, True, 4, b"p")
+    frame.write_header(coded, header, payload, None)
+    assert write_one(store, KEYS[1], bytes(coded)) == Done(len(coded))
+    bad: list[bytes] = []
+    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest))
+    assert scrub.step(attach(str(tmp_path)), 1 << 30, threading.Event()) == group.frame_bytes + len(coded)
+    assert not bad
+
+
 def test_the_scrub_keeps_to_its_budget_and_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     filled(tmp_path)
     seen: list[bytes] = []
 
-    def check(digest: bytes, _: memoryview) -> bool:
+    def check(digest: bytes, length: int, read: Read) -> bool:
         seen.append(digest)
-        return True
+        return read(0, memoryview(bytearray(length))) == length
 
     def new() -> Scrub:
         return Scrub(check, lambda *_: None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvstow.codec.shape import KVShape
 from kvstow.errors import UnsupportedError
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
@@ -47,7 +48,8 @@ def lower_tiers(not_persistent: str | None, effective: Any = WITH_REDIS) -> list
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank_local=0))
     identity = SimpleNamespace(not_persistent=not_persistent, namespace=b"")
     layout = ChunkLayout((GroupLayout(16, 1, (4096,)),))
-    tiers: list[Any] = start._lower_tiers(config, effective.settings, layout, identity, SystemClock(), Metrics())
+    shapes = [[KVShape.unknown("float32", 4096)]]
+    tiers: list[Any] = start._lower_tiers(config, effective.settings, layout, shapes, identity, SystemClock(), Metrics())
     return tiers
 
 

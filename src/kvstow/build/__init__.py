@@ -2,6 +2,7 @@
 
 from kvstow.build.disk import build_disk
 from kvstow.build.engine import build_engine, check, chunk_layout, copy_executor, touch_executor
+from kvstow.build.integrity import integrity_key
 from kvstow.build.policies import POLICIES
 from kvstow.build.redis import build_redis, redis_options
 from kvstow.build.tiers import asked_for, lower_tiers
@@ -15,6 +16,7 @@ __all__ = [
     "check",
     "chunk_layout",
     "copy_executor",
+    "integrity_key",
     "lower_tiers",
     "redis_options",
     "touch_executor",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from kvstow.build.integrity import integrity_key
 from kvstow.build.policies import POLICIES
 from kvstow.errors import SettingsError, StoreUnavailable, UnsupportedError
 from kvstow.layout import ChunkLayout
@@ -35,9 +36,9 @@ def build_disk(
         admission=settings.disk.admission,
         scrub_bytes_s=settings.disk.scrub_rate,
     )
-    order = POLICIES[settings.disk.policy]
+    order, check = POLICIES[settings.disk.policy], frame_check(integrity_key(settings))
     try:
-        store = DiskStore(paths, options, order=order, clock=clock, describe=describe, check=frame_check())
+        store = DiskStore(paths, options, order=order, clock=clock, describe=describe, check=check)
     except (OSError, UnsupportedError, StoreUnavailable) as error:
         raise SettingsError(f"disk.paths {','.join(paths)} can't be used: {error}") from error
     store.start(ThreadExecutor("disk-background"))

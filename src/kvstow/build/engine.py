@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+from kvstow.build.integrity import integrity_key
 from kvstow.build.policies import POLICIES
 from kvstow.engine import Engine
 from kvstow.layout import ChunkLayout, GroupLayout
@@ -85,6 +86,7 @@ def build_engine(
         metrics=metrics,
         sealer=sealer or ThreadExecutor("seal"),
         fetch_deadline_s=settings.fetch_deadline_ms / 1e3,
+        integrity_key=integrity_key(settings),
     )
     background = background or ThreadExecutor("prefault")
     background.submit(lambda: _prefault(pool, clock), lambda _value, _error: None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from kvstow.build.codec import coders
 from kvstow.build.disk import build_disk
+from kvstow.build.integrity import integrity_key
 from kvstow.build.redis import build_redis
 from kvstow.errors import UnsupportedError
 from kvstow.layout import ChunkLayout
@@ -12,6 +15,9 @@ from kvstow.metrics import Metrics
 from kvstow.runtime import Clock
 from kvstow.settings import Settings
 from kvstow.tier import Tier
+
+if TYPE_CHECKING:
+    from kvstow.codec.shape import KVShape
 
 
 def asked_for(settings: Settings) -> Mapping[str, str]:
@@ -26,6 +32,7 @@ def asked_for(settings: Settings) -> Mapping[str, str]:
 def lower_tiers(
     settings: Settings,
     layout: ChunkLayout,
+    shapes: Sequence[Sequence[KVShape]],
     *,
     clock: Clock,
     metrics: Metrics,
@@ -33,17 +40,23 @@ def lower_tiers(
     device: int,
     not_persistent: str | None,
 ) -> list[Tier]:
-    """``describe`` says for people what a namespace is; ``device``: which of this host's engines it is;
-    ``not_persistent``: why this KV must not outlive the process, or None.
+    """``shapes[g][s]`` is what the KV of shard ``s`` of group ``g`` is; ``describe`` says for people what a namespace
+    is; ``device``: which of this host's engines it is; ``not_persistent``: why this KV must not outlive the process,
+    or None.
 
-    Raises ``UnsupportedError`` where it must not and a tier would keep it, ``SettingsError`` where a tier's settings
-    can't be used.
+    Raises ``UnsupportedError`` where it must not and a tier would keep it, or a codec does not suit it,
+    ``SettingsError`` where a tier's settings can't be used.
     """
-    for tier, setting in asked_for(settings).items():
+    asked = asked_for(settings)
+    for tier, setting in asked.items():
         if not_persistent is not None:
             raise UnsupportedError(f"{setting} is set, but this KV can't be kept in tier {tier}: {not_persistent}")
-    tiers = (
+    coder_of, key = coders(settings, list(asked), layout, shapes), integrity_key(settings)
+    built = (
         build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device),
         build_redis(settings, layout, clock=clock, metrics=metrics),
     )
-    return [tier for tier in tiers if tier is not None]
+    tiers = [tier for tier in built if tier is not None]
+    for one in tiers:
+        one.use(coder_of.get(one.name), key)
+    return tiers

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from kvstow.build import integrity_key
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
 from kvstow.settings import format_size, load
@@ -94,11 +95,12 @@ def verify(
     """Read every chunk and check it. Exit code 1: some are bad."""
     good = 0
     bad: list[dict[str, str]] = []
+    check = frame_check(integrity_key(load().settings))
     with _directories(path) as directories:
         for directory in directories:
             total = sum(namespace.chunks for namespace in directory.usage().counted.namespaces)
             with _progress(f"verifying {directory.path}", total, quiet=as_json) as advance:
-                for result in directory.verify(frame_check(), set_aside=set_aside):
+                for result in directory.verify(check, set_aside=set_aside):
                     advance()
                     good += result.good
                     if not result.good:

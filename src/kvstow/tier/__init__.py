@@ -2,6 +2,7 @@
 
 from kvstow.tier.call import Call
 from kvstow.tier.limits import TierLimits, WriteRate
+from kvstow.tier.moves import Coder
 from kvstow.tier.tier import Tier
 
-__all__ = ["Call", "Tier", "TierLimits", "WriteRate"]
+__all__ = ["Call", "Coder", "Tier", "TierLimits", "WriteRate"]

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
+from kvstow.settings.sections.codec import RAW, Codec
 from kvstow.settings.sections.kinds import PATHS, SIZE
 
 DEFAULT_MIN_FREE_BYTES: Final = 1_000_000_000
@@ -62,6 +63,7 @@ class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             description="Bytes a second that are read and verified in the background, each directory; 0: none.",
         ),
     ] = DEFAULT_SCRUB_BYTES_S
+    codec: Codec = RAW
     threads: Annotated[
         int, Meta(ge=1, le=64, description="Chunks that are read or written at the same time.")
     ] = 4

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
+from kvstow.settings.sections.codec import RAW, Codec
 from kvstow.settings.sections.kinds import SECRET, SIZE
 from kvstow.settings.values import Secret
 
@@ -67,6 +68,7 @@ class Redis(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     connect_timeout_ms: Annotated[
         int, Meta(ge=1, le=60_000, description="The longest that connecting to a server may take.")
     ] = 1000
+    codec: Codec = RAW
     threads: Annotated[
         int, Meta(ge=1, le=64, description="Connections, each moving chunks at the same time as the others.")
     ] = 4

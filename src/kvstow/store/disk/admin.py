@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,12 +12,13 @@ import msgspec
 
 from kvstow.errors import StoreRefused
 from kvstow.store.disk import names
+from kvstow.store.disk.check import Check
 from kvstow.store.disk.files import Fd
 from kvstow.store.disk.mount import Mount, attach, faults, reap
 from kvstow.store.disk.quarantine import quarantine, shrink
 from kvstow.store.disk.remove import remove_chunk, remove_empty_namespace
 from kvstow.store.disk.scan import Count, list_directory, scan
-from kvstow.store.disk.scrub import Check, Verified, chunks_after, verify
+from kvstow.store.disk.scrub import Verified, chunks_after, verify
 
 MAX_ABOUT_BYTES: Final = 1 << 20  # of a namespace.json
 
@@ -75,10 +75,9 @@ class DataDirectory:
 
     def verify(self, check: Check, *, set_aside: bool) -> Iterator[Verified]:
         """Every chunk, checked. Bad ones are moved to the quarantine if asked for."""
-        buffer: mmap.mmap | None = None
         with faults(f"verifying {self.path}"):
             for path in chunks_after(self._mount.root, ""):
-                result, buffer = verify(self._mount, path, check, buffer)
+                result = verify(self._mount, path, check)
                 if result is None:
                     continue
                 if set_aside and not result.good:

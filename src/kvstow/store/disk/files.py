@@ -55,9 +55,9 @@ def direct(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
 
 
-def read_all(fd: int, parts: Sequence[Buffer]) -> int:
-    """Fill ``parts`` from the file's start; returns how many bytes came, fewer only at the end of the file."""
-    return _move(os.preadv, fd, parts)
+def read_all(fd: int, parts: Sequence[Buffer], start: int = 0) -> int:
+    """Fill ``parts`` from byte ``start`` of the file on; returns how many bytes came, fewer only at the file's end."""
+    return _move(os.preadv, fd, parts, start)
 
 
 def write_all(fd: int, parts: Sequence[Buffer]) -> int:
@@ -68,10 +68,12 @@ def write_all(fd: int, parts: Sequence[Buffer]) -> int:
     return length
 
 
-def _move(call: Callable[[int, Sequence[Buffer], int], int], fd: int, parts: Sequence[Buffer]) -> int:
+def _move(
+    call: Callable[[int, Sequence[Buffer], int], int], fd: int, parts: Sequence[Buffer], start: int = 0
+) -> int:
     """Repeat ``call`` until all is moved or nothing moves. Returns the bytes moved."""
     left = [part for part in parts if len(part)]
-    at = 0
+    at = start
     while left and (moved := call(fd, left[:IOV_MAX], at)):
         at += moved
         while left and moved >= len(left[0]):
@@ -80,7 +82,7 @@ def _move(call: Callable[[int, Sequence[Buffer], int], int], fd: int, parts: Seq
             left[0] = left[0][moved:]
         if left and at % ALIGN:
             buffered(fd)  # direct I/O can't go on from here
-    return at
+    return at - start
 
 
 def direct_works(root: int, name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvstow.store.disk import files, names
+from kvstow.store.disk.check import Check
 from kvstow.store.disk.files import Fd
 from kvstow.store.disk.mount import Mount, is_regular, try_lock
 from kvstow.store.disk.scan import list_directory, namespaces
@@ -18,15 +18,12 @@ from kvstow.store.disk.scan import list_directory, namespaces
 SAVE_EVERY: Final = 16  # files between two saves of the cursor: at most these are read again after a restart
 CURSOR_BYTES: Final = 256
 
-#: Whether the bytes are a whole frame of the key with this digest.
-Check = Callable[[bytes, memoryview], bool]
-
-
 class Verified(NamedTuple):
     namespace: bytes
     digest: bytes
     length: int
     good: bool
+    read_bytes: int
 
 
 def chunks_after(root: Fd, cursor: str) -> Iterator[str]:
@@ -41,33 +38,36 @@ def chunks_after(root: Fd, cursor: str) -> Iterator[str]:
                 yield from (path for name in sorted(listed) if (path := f"{directory}/{name}") > cursor)
 
 
-def verify(mount: Mount, path: str, check: Check, buffer: mmap.mmap | None) -> tuple[Verified | None, mmap.mmap | None]:
-    """Read and check one chunk, through the page cache if it is there already. None: it is gone, or not a file.
+def verify(mount: Mount, path: str, check: Check) -> Verified | None:
+    """Check one chunk's file, through the page cache if it is there already. None: it is gone, or not a file.
 
-    ``buffer`` is used again if it is long enough; the one that was used is returned. Recency does not change.
+    Recency does not change.
     """
     namespace, digest = bytes.fromhex(path[:64]), names.digest_of(path.rsplit("/", 1)[1])
     try:
         fd = Fd(os.open(path, files.READ_FLAGS, dir_fd=mount.root.number))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-            return None, buffer
+            return None
         raise
     result = os.fstat(fd.number)
-    length = result.st_size
     if digest is None or not is_regular(result):
-        return None, buffer
-    if not length:
-        return Verified(namespace, digest, 0, False), buffer
-    if buffer is None or len(buffer) < length:
-        buffer = mmap.mmap(-1, length)
-    with memoryview(buffer) as whole, whole[:length] as view:
-        if mount.direct and files.aligned([view]):
-            with suppress(OSError):
-                files.direct(fd.number)
-        got = files.read_all(fd.number, [view])
-        good = got == length and check(digest, view)
-    return Verified(namespace, digest, length, good), buffer
+        return None
+    if mount.direct:
+        with suppress(OSError):
+            files.direct(fd.number)
+    read_bytes = 0
+
+    def read(at: int, buffer: memoryview) -> int:
+        nonlocal read_bytes
+        if not files.aligned([buffer]):
+            files.buffered(fd.number)
+        got = files.read_all(fd.number, [buffer], at)
+        read_bytes += got
+        return got
+
+    good = check(digest, result.st_size, read)
+    return Verified(namespace, digest, result.st_size, good, read_bytes)
 
 
 class Scrub:
@@ -76,7 +76,6 @@ class Scrub:
     def __init__(self, check: Check, bad: Callable[[bytes, bytes], None]) -> None:
         self._check = check
         self._bad = bad
-        self._buffer: mmap.mmap | None = None
         self._lock: Fd | None = None
         self._mount: Mount | None = None
         self._paths: Iterator[str] = iter(())
@@ -96,9 +95,9 @@ class Scrub:
                 self._save("")
                 self._paths = chunks_after(mount.root, "")
                 break
-            result, self._buffer = verify(mount, path, self._check, self._buffer)
+            result = verify(mount, path, self._check)
             if result is not None:
-                done += result.length or 1
+                done += result.read_bytes or 1
                 if not result.good:
                     self._bad(result.namespace, result.digest)
             self._unsaved += 1

@@ -14,10 +14,11 @@ from kvstow.key import ChunkKey
 from kvstow.runtime import Clock, Executor
 from kvstow.store.base import MISSING, REJECTED, Buffer, Outcome
 from kvstow.store.disk.admission import SecondSight, admit_all
+from kvstow.store.disk.check import Check
 from kvstow.store.disk.health import Health
 from kvstow.store.disk.index import Order
 from kvstow.store.disk.scan import Count
-from kvstow.store.disk.scrub import Check, Scrub
+from kvstow.store.disk.scrub import Scrub
 from kvstow.store.disk.volume import Volume, VolumeLimits
 
 P = ParamSpec("P")
