@@ -22,13 +22,13 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from kvstow import frame
-from kvstow.index import MEMORY, Index
+from kvstow.index import Index
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.policy.base import Policy
-from kvstow.pool import HostPool, Lease
 from kvstow.runtime import Clock, Executor
+from kvstow.slots import Lease, Slots
 from kvstow.tier import Tier
 from kvstow.transfer.fetch import Fetches
 from kvstow.transfer.write import WriteThrough
@@ -61,7 +61,7 @@ class Engine:
     def __init__(
         self,
         *,
-        pool: HostPool,
+        pool: Slots,
         policy: Policy,
         tiers: Sequence[Tier],
         layout: ChunkLayout,
@@ -102,8 +102,13 @@ class Engine:
         self._reserved_s = clock.monotonic()
         self._memo: tuple[object, Lookup] | None = None
         self._shown = (-1, -1)
-        metrics.gauge("pool_capacity_bytes", pool.capacity_bytes)
+        metrics.gauge(f"{pool.gauges}_capacity_bytes", pool.capacity_bytes)
         self._show_pool()
+
+    @property
+    def place_tier(self) -> str:
+        """Which tier workers copy to and from: ``memory`` or ``direct``."""
+        return self._pool.tier
 
     @property
     def version(self) -> int:
@@ -200,7 +205,7 @@ class Engine:
             return None
         lease = self._index.reserve(key, parent, tokens, fetching=False)
         if lease is None:
-            self._metrics.count("refused_chunks", tier=MEMORY, reason="pool_full")
+            self._metrics.count("refused_chunks", tier=self.place_tier, reason="pool_full")
         self._reserved_s = self._clock.monotonic()
         return lease
 
@@ -219,6 +224,11 @@ class Engine:
             about = key, self._layout.groups[key.group], filling.tokens, filling.parent, self._clock.wall()
             self._writes.start(key, pin, partial(frame.seal, pin.view(), *about, integrity_key=self._integrity_key))
 
+    def failed(self, lease: Lease) -> None:
+        """A worker could not fill or read this slot: its chunk is a miss from now on."""
+        self._index.drop(lease)
+        self._pool.spoil(lease.slot)
+
     # --- time -----------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
@@ -230,6 +240,7 @@ class Engine:
         if self._writes:
             self._writes.poll()
         self._fetches.poll()
+        self._pool.poll()
         self._show_pool()
 
     def _show_pool(self) -> None:
@@ -237,12 +248,12 @@ class Engine:
         shown = (pool.free, pool.leased)
         if shown != self._shown:
             self._shown = shown
-            self._metrics.gauge("pool_used_bytes", (pool.slots - pool.free) * pool.slot_bytes)
-            self._metrics.gauge("pool_leased_slots", pool.leased)
+            self._metrics.gauge(f"{pool.gauges}_used_bytes", (pool.slots - pool.free) * pool.slot_bytes)
+            self._metrics.gauge(f"{pool.gauges}_leased_slots", pool.leased)
 
     def busy(self) -> bool:
         """Whether an idle vLLM must keep stepping: work is outstanding, and made progress within its deadline."""
-        if any(tier.busy() for tier in self._tiers) or self._writes.busy():
+        if any(tier.busy() for tier in self._tiers) or self._writes.busy() or self._pool.busy():
             return True
         recent = self._clock.monotonic() - self._reserved_s < self._work_deadline_s
         return self._index.reserved > 0 and recent
@@ -279,4 +290,4 @@ class Engine:
         self._sealer.poll()
         for tier in self._tiers:
             tier.close(max(LEAST_JOIN_S, deadline_s - self._clock.monotonic()))
-        self._pool.close()
+        self._pool.close(max(LEAST_JOIN_S, deadline_s - self._clock.monotonic()))

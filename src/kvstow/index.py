@@ -1,4 +1,4 @@
-"""Which chunks are in the pool, and which are on their way into it.
+"""Which chunks are in the pool (or, of the second kind, in direct storage), and which are on their way into it.
 
 A key is in one of four states: absent, RESERVED (a worker fills its slot), FETCHING (a tier read fills it) or
 RESIDENT (findable; the policy knows it). What pins a slot is a lease, never a state. What a lossy codec gave back is
@@ -14,7 +14,7 @@ from enum import IntEnum
 from kvstow.key import ChunkKey
 from kvstow.metrics import Metrics
 from kvstow.policy.base import Policy
-from kvstow.pool import HostPool, Lease
+from kvstow.slots import Lease, Slots
 
 MEMORY = "memory"  # the pool's name among the tiers
 
@@ -41,7 +41,7 @@ class Filling:
 class Index:
     """Owner's thread only. ``version`` changes whenever any key's state does."""
 
-    def __init__(self, pool: HostPool, policy: Policy, metrics: Metrics) -> None:
+    def __init__(self, pool: Slots, policy: Policy, metrics: Metrics) -> None:
         self.version = 0
         self.reserved = 0  # keys that workers are filling
         self._pool = pool
@@ -51,6 +51,10 @@ class Index:
         self._lossy: set[ChunkKey] = set()  # of the resident ones
         self._filling: dict[ChunkKey, Filling] = {}
         self._by_slot: dict[int, Filling] = {}
+
+        for key, slot in pool.found():
+            self._resident[key] = slot
+            policy.insert(key)
 
     def __len__(self) -> int:
         return len(self._resident)
@@ -88,7 +92,11 @@ class Index:
     def pin(self, key: ChunkKey) -> Lease | None:
         """A lease on a resident chunk."""
         slot = self._resident.get(key)
-        return None if slot is None else self._pool.lease(slot)
+        if slot is None:
+            return None
+        lease = self._pool.lease(slot)
+        lease.key = key
+        return lease
 
     def reserve(self, key: ChunkKey, parent: bytes, tokens: int, *, fetching: bool) -> Lease | None:
         """A slot for a key that is absent, or resident and lossy, evicting by policy. None: every slot is pinned.
@@ -104,10 +112,11 @@ class Index:
                 return None
             self._pool.free_slot(self._resident.pop(victim))
             self._lossy.discard(victim)
-            self._metrics.count("evicted_chunks", tier=MEMORY)
+            self._metrics.count("evicted_chunks", tier=self._pool.tier)
             lease = self._pool.reserve(key.group)
         self._filling[key] = self._by_slot[lease.slot] = Filling(key, lease, parent, tokens, fetching)
         self.reserved += not fetching
+        lease.key = key
         lease.on_abort = self._forget
         self.version += 1
         return lease
@@ -139,6 +148,16 @@ class Index:
             if lossy:
                 self._lossy.add(filling.key)
         return filling
+
+    def drop(self, lease: Lease) -> None:
+        """The chunk under this lease is not to be found any more, if it is resident. The lease stays good."""
+        key = lease.key
+        if key is not None and self._resident.get(key) == lease.slot:
+            del self._resident[key]
+            self._lossy.discard(key)
+            self._policy.remove(key)
+            self._pool.free_slot(lease.slot)
+            self.version += 1
 
     def _forget(self, lease: Lease) -> Filling | None:
         filling = self._by_slot.get(lease.slot)

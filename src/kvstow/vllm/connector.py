@@ -169,7 +169,7 @@ class KVStowConnector(KVConnectorBase_V1):
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # vLLM 0.30 has none, and never calls this
 
-        known = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+        known = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "direct": CacheHitSource.DISK}
         counts: dict[Any, int] = {}
         for tier, tokens in (self._scheduler.hit_sources(request) if self._scheduler else {}).items():
             source = known.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)

@@ -9,8 +9,8 @@ from typing import Final
 
 from kvstow.engine import Engine
 from kvstow.metrics import Metrics
-from kvstow.pool import Lease
 from kvstow.runtime import Clock
+from kvstow.slots import Lease
 from kvstow.vllm.metadata import Copy, Job, JobReport
 from kvstow.vllm.requests import Tracked
 
@@ -87,19 +87,22 @@ class Jobs:
     def settle(self, sent: Sent, *, publish: bool) -> None:
         """Commit what a store has filled, where ``publish``; release every place, count and log."""
         report = sent.report
+        tier = self._engine.place_tier
         for index, lease in enumerate(sent.leases):
-            if publish and not sent.load and index not in report.failed:
+            if index in report.failed:
+                self._engine.failed(lease)
+            elif publish and not sent.load:
                 self._engine.commit(lease)
             lease.release()
         failed = len(report.failed)
         done = len(sent.leases) - failed
         verb = "load" if sent.load else "store"
         if failed:
-            self._metrics.count("failed_chunks", failed, tier="memory", reason=f"{verb}_copy")
+            self._metrics.count("failed_chunks", failed, tier=tier, reason=f"{verb}_copy")
         if done:
-            self._metrics.count("loaded_chunks" if sent.load else "stored_chunks", done, tier="memory")
-            self._metrics.count("loaded_bytes" if sent.load else "stored_bytes", report.moved_bytes, tier="memory")
-            self._metrics.observe(f"{verb}_seconds", report.seconds, tier="memory")
+            self._metrics.count("loaded_chunks" if sent.load else "stored_chunks", done, tier=tier)
+            self._metrics.count("loaded_bytes" if sent.load else "stored_bytes", report.moved_bytes, tier=tier)
+            self._metrics.observe(f"{verb}_seconds", report.seconds, tier=tier)
         self._log(sent, done)
 
     def _log(self, sent: Sent, done: int) -> None:

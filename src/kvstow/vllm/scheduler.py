@@ -178,14 +178,14 @@ class SchedulerSide:
         self._metrics.count("miss_chunks", max(0, wanted // chunk - hits))
 
     def _sources(self, req_id: str, external_tokens: int) -> dict[str, int]:
-        """``external_tokens`` by the tier they came from; what was not fetched for this request was in host memory."""
+        """``external_tokens`` by the tier they came from; what was not fetched for this request was there."""
         sources: dict[str, int] = {}
         left = external_tokens
         for tier, chunks in ({} if self._broken else self._engine.origins(req_id)).items():
             sources[tier] = min(left, chunks * self._rules.chunk_tokens)
             left -= sources[tier]
         if left:
-            sources["memory"] = left
+            sources[self._engine.place_tier] = left
         return {tier: tokens for tier, tokens in sources.items() if tokens}
 
     def hit_sources(self, request: Request) -> dict[str, int]:
