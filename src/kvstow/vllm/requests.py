@@ -54,6 +54,7 @@ class Tracked:
     loading: int | None = None  # load job that still writes them
     local_tokens: int = 0  # computed by the engine, as of the last query
     counted: bool = False
+    retried: bool = False  # a store that failed was offered again
     sources: dict[str, int] = field(default_factory=dict)  # tokens of the last load, by tier
     offered: int = 0  # chunks
     next_end: int = 0

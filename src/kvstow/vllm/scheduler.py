@@ -284,6 +284,9 @@ class SchedulerSide:
         tracked = self._tracked.get(sent.req_id)
         if tracked is not None:
             tracked.stores.discard(number)
+            if sent.report.failed and not sent.load and not tracked.retried and self._engine.place_tier == "direct":
+                tracked.retried = True  # the device may be full: in another chunk's place there is room
+                tracked.advance(0)
             if tracked.loading == number:
                 tracked.loading = None
                 # A copy that failed may fail for ever; and vLLM counts such a request's blocks twice when it asks
