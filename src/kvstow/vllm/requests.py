@@ -58,6 +58,7 @@ class Tracked:
     sources: dict[str, int] = field(default_factory=dict)  # tokens of the last load, by tier
     offered: int = 0  # chunks
     next_end: int = 0
+    exact_chunks: int = NEVER  # from there on they were computed on what a lossy codec gave back, and are not stored
     _keys: list[ChunkKey] = field(default_factory=list)
 
     def keys(self) -> list[ChunkKey]:

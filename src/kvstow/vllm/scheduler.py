@@ -19,6 +19,7 @@ from kvstow.vllm.fingerprint import Adapters
 from kvstow.vllm.jobs import JOB_DEADLINE_S, Jobs, Sent
 from kvstow.vllm.metadata import Copy, Mount, StepMeta, WorkerMeta
 from kvstow.vllm.requests import Rules, Tracked
+from kvstow.vllm.taint import Taint
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -59,6 +60,7 @@ class SchedulerSide:
         self._metrics = metrics
         self._tracked: dict[str, Tracked] = {}
         self._jobs = Jobs(engine, self._ranks, rules.chunk_tokens, clock=clock, metrics=metrics)
+        self._taint = None if engine.exact or not stores else Taint(rules)
         self._next_meta = StepMeta()
         self._resets = 0
         self._started_s = clock.monotonic()
@@ -135,11 +137,15 @@ class SchedulerSide:
         start, end = tracked.local_tokens, tracked.local_tokens + external_tokens
         chunk, block = self._rules.chunk_tokens, self._rules.block_tokens
         first, last = start // chunk, -(-end // chunk)
-        leases = self._engine.hold(request.request_id, tracked.keys()[first:last])
+        keys = tracked.keys()[first:last]
+        leases = self._engine.hold(request.request_id, keys)
         copies: list[Copy] = []
         for index, lease in enumerate(leases, start=first):
             low, high = max(start, index * chunk), min(end, (index + 1) * chunk)
             copies.append(Copy(lease.place, block_ids[low // block : high // block], (low - index * chunk) // block))
+        if self._taint is not None:
+            for copy, key in zip(copies, keys, strict=False):
+                self._taint.loaded(copy.block_ids, lossy=self._engine.lossy(key))
         held_end = max(start, min(end, (first + len(leases)) * chunk))
         lost = block_ids[held_end // block : -(-end // block)]
         moved = held_end - start
@@ -199,6 +205,8 @@ class SchedulerSide:
         """vLLM's hook, once a step: loads promised since the last step, and every chunk that this step completes."""
         if not self._broken:
             self._engine.poll()
+            if self._taint is not None:
+                self._taint.step(output, self._tracked)
             if self._stores:
                 self._offer_new(output)
                 self._offer_cached(output)
@@ -245,7 +253,7 @@ class SchedulerSide:
         if last <= first:
             return
         tracked.advance(last)
-        keys = tracked.keys()[first:last]
+        keys = tracked.keys()[first : min(last, tracked.exact_chunks)]
         per_chunk, chunk = self._rules.blocks_per_chunk, self._rules.chunk_tokens
         copies: list[Copy] = []
         leases: list[Lease] = []
