@@ -25,7 +25,8 @@ def coders(
     Raises ``SettingsError`` where a codec's libraries are not installed, ``UnsupportedError`` where it does not suit
     the KV.
     """
-    names = {tier: getattr(getattr(settings, tier, None), "codec", RAW) for tier in tiers}
+    coded = [tier for tier in tiers if hasattr(getattr(settings, tier, None), "codec")]
+    names = dict.fromkeys(tiers, RAW) | {tier: getattr(settings, tier).codec for tier in coded}
     return {tier: _coder(tier, name, layout, shapes) for tier, name in names.items()}
 
 
