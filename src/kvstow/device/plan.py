@@ -7,7 +7,7 @@ where ``prefix[l]`` is the sum of the pages of the layers before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstow.device.base import KVCache, KVSpec, Transfer
@@ -42,7 +42,10 @@ class GroupPlan:
 
 
 def attach_groups(
-    kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]], device_type: str
+    kv_caches: Mapping[str, KVCache],
+    groups: Sequence[Mapping[str, KVSpec]],
+    device_type: str,
+    recognise: Callable[[str, object, KVSpec, str], Pages] = recognise,
 ) -> list[GroupPlan]:
     """Recognise every layer of every group. Raises ``UnsupportedError`` with the layer's or group's name."""
     plans = []
