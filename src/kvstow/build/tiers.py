@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvstow.build.codec import coders
 from kvstow.build.disk import build_disk
 from kvstow.build.integrity import integrity_key
+from kvstow.build.plugins import build_plugins, plugin_names
 from kvstow.build.redis import build_redis
 from kvstow.errors import UnsupportedError
 from kvstow.layout import ChunkLayout
@@ -25,6 +26,7 @@ def asked_for(settings: Settings) -> Mapping[str, str]:
     asked = {
         "disk": ("disk.paths", settings.disk.paths),
         "redis": ("redis.url", settings.redis.url),
+        **dict.fromkeys(plugin_names(settings), ("plugins.stores", True)),
     }
     return {tier: setting for tier, (setting, value) in asked.items() if value}
 
@@ -55,6 +57,7 @@ def lower_tiers(
     built = (
         build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device),
         build_redis(settings, layout, clock=clock, metrics=metrics),
+        *build_plugins(settings, layout, clock=clock, metrics=metrics),
     )
     tiers = [tier for tier in built if tier is not None]
     for one in tiers:
