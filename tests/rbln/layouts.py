@@ -18,7 +18,9 @@ def _raw(shape: Shape, *dims: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int8, device=shape.device).view(shape.dtype).view(dims)
 
 
-def _built(shape: Shape, spec: KVSpec, dims: tuple[int, ...], block: Callable[[Cache, int], list[torch.Tensor]]) -> Built:
+def _built(
+    shape: Shape, spec: KVSpec, dims: tuple[int, ...], block: Callable[[Cache, int], list[torch.Tensor]]
+) -> Built:
     caches: dict[str, Cache] = {f"layers.{i}.attn": _raw(shape, *dims) for i in range(shape.layers)}
     return Built(caches, dict.fromkeys(caches, spec), lambda name, b: block(caches[name], b))
 
