@@ -61,7 +61,7 @@ class Taint:
         for request, blocks, computed in begun:
             request.exact_chunks = NEVER
             self._mark(blocks[-(-computed // self._block_tokens) :], False)
-        while any([self._spread(*each) for each in begun]):
+        while any(self._spread(*each) for each in begun):
             pass
 
     def _spread(self, request: Tracked, blocks: Sequence[int], computed: int) -> bool:
