@@ -103,6 +103,7 @@ class Engine:
         self._memo: tuple[object, Lookup] | None = None
         self._shown = (-1, -1)
         metrics.gauge(f"{pool.gauges}_capacity_bytes", pool.capacity_bytes)
+        metrics.gauge("chunk_tokens", layout.chunk_tokens)
         self._show_pool()
 
     @property
