@@ -8,6 +8,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +101,17 @@ def test_the_log_says_what_users_look_for(served: Server) -> None:
     assert f"Stored {5 * BLOCK} out of {5 * BLOCK + 3} total tokens" in log
     assert f"Retrieved {5 * BLOCK} out of {5 * BLOCK} required tokens" in log
     assert log.count("kvstow settings:") == 1
+
+
+def test_verify_offload_sees_the_restore_and_leaves_the_server_alone(served: Server, tmp_path: Path) -> None:
+    """Last of those that share the server: it counts more than they expect."""
+    command = [sys.executable, "-c", "from kvstow.cli import main; main()", "verify-offload", "--url", served.url]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert (report["verdict"], report["identical"], report["chunk_tokens"]) == ("restored", True, BLOCK)
+    assert report["restored_tokens"]["memory"] == report["external_hit_tokens"] >= 3 * BLOCK
+    assert report["notes"] == []
 
 
 def test_a11_o4_a_model_with_recurrent_state_is_refused_by_name(folder: Path) -> None:

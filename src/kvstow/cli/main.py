@@ -12,6 +12,7 @@ import typer
 from kvstow import __version__
 from kvstow.cli import codec, disk
 from kvstow.cli.doctor import doctor
+from kvstow.cli.verify import verify_offload
 from kvstow.errors import KVStowError, SettingsError
 from kvstow.settings import Effective, load
 
@@ -25,6 +26,7 @@ app.add_typer(disk.app, name="disk")
 app.add_typer(codec.app, name="codec")
 app.command()(disk.namespaces)
 app.command()(doctor)
+app.command()(verify_offload)
 
 
 class Page(StrEnum):

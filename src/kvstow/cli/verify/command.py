@@ -1,0 +1,173 @@
+"""``kvstow verify-offload``: does a running server give back what it has computed."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Annotated, Any, Final
+
+import typer
+
+from kvstow.cli.verify import judge as names
+from kvstow.cli.verify.client import Model, Server, ServerFault
+from kvstow.cli.verify.judge import Code, Seen, Verdict, judge, notes
+from kvstow.cli.verify.readings import Readings
+from kvstow.errors import SettingsError
+from kvstow.runtime import Clock, SystemClock, ThreadExecutor
+from kvstow.settings import variable
+
+EXIT_FAILED: Final = 1
+ANSWER_TOKENS: Final = 16
+UNKNOWN_CHUNK_TOKENS: Final = 256  # where neither the server nor the user says
+CHUNKS: Final = 3
+SETTLE_S: Final = 5.0  # for counts to reach /metrics
+POLL_S: Final = 0.25
+START: Final = "start vLLM with --kv-transfer-config " + repr('{"kv_connector":"KVStowConnector","kv_role":"kv_both"}')
+GRACE_S: Final = 5.0  # beyond --timeout, for a call of the system that has begun
+_TEXT: Final = (
+    "the of and to in is was for on that by this with from they are which not have were one all we can has been out "
+    "other time some would these more her two its then do first any my now such like our over man me even most made "
+    "after also did many before must through years where much your way well down should because each just those people"
+)
+WORDS: Final = tuple(_TEXT.split())
+
+Wait = Callable[[float], object]
+
+
+def verify_offload(
+    url: Annotated[str, typer.Option(help="Of one vLLM server, without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="The model's name. Default: the server's first.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="The variable that holds the server's API key.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="About so many. Default: three chunks.")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Where the server does not tell it.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, max=3600, help="Seconds for all of it.")] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Send a new prompt twice and say whether the second time its KV was reused, from where, and if not, why.
+
+    Exit code 0: it was, or vLLM's own cache was faster and the prompt is stored; 1: it was not.
+    """
+    key = None
+    if api_key_env is not None and not (key := variable(api_key_env)):
+        raise SettingsError(f"--api-key-env {api_key_env}: that variable is not set")
+    clock = SystemClock()
+    until_s = clock.monotonic() + timeout
+
+    def work() -> dict[str, Any]:
+        server = Server(url, key, clock, until_s)
+        return verify(server, model, prompt_tokens, chunk_tokens, clock, threading.Event().wait)
+
+    report = _within(timeout + GRACE_S, work)
+    print(json.dumps(report, indent=2)) if as_json else _show(report)
+    if not report["works"]:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def verify(
+    server: Server, model: str | None, prompt_tokens: int | None, chunk_tokens: int | None, clock: Clock, wait: Wait
+) -> dict[str, Any]:
+    """The report, whatever happens. ``wait`` pauses between two looks at ``/metrics``."""
+    try:
+        chosen = _model(server.models(), model)
+        before = Readings.parse(server.metrics())
+        if not before.ours:
+            return _report(Verdict(Code.NO_KVSTOW, False, "the server has no kvstow metrics", START))
+        chunk = chunk_tokens or int(before.largest(names.CHUNK)) or UNKNOWN_CHUNK_TOKENS
+        prompt = make_prompt(prompt_tokens or CHUNKS * chunk + 1, chosen.max_tokens)
+        first = server.complete(chosen.name, prompt, ANSWER_TOKENS)
+        full = first.prompt_tokens // chunk
+        between = _settled(server, clock, wait, lambda now: now.since(before).total(names.STORED) >= full)
+        second = server.complete(chosen.name, prompt, ANSWER_TOKENS)
+        asked = second.prompt_tokens
+        after = _settled(server, clock, wait, lambda now: now.since(between).total(names.PROMPT) >= asked)
+    except ServerFault as fault:
+        return _report(_fault(fault))
+    seen = Seen(before, between, after, first, second, chunk)
+    return _report(judge(seen), seen, chosen.name)
+
+
+def make_prompt(tokens: int, max_tokens: int | None) -> str:
+    """New text of about ``tokens`` tokens (short words are one each), at most half of what the model takes."""
+    count = min(tokens, max(1, (max_tokens or tokens * 2) // 2))
+    return f"{secrets.token_hex(8)} " + " ".join(WORDS[byte % len(WORDS)] for byte in secrets.token_bytes(count))
+
+
+def _model(models: list[Model], wanted: str | None) -> Model:
+    there = [model.name for model in models]
+    if wanted is not None and wanted not in there:
+        raise ServerFault(f"the server has no model {wanted}; it has {', '.join(there) or 'none'}", 404)
+    if not models:
+        raise ServerFault("the server has no model", 404)
+    return models[0] if wanted is None else models[there.index(wanted)]
+
+
+def _settled(server: Server, clock: Clock, wait: Wait, enough: Callable[[Readings], bool]) -> Readings:
+    until_s = clock.monotonic() + SETTLE_S
+    while not enough(now := Readings.parse(server.metrics())) and clock.monotonic() < until_s:
+        wait(POLL_S)
+    return now
+
+
+def _fault(fault: ServerFault) -> Verdict:
+    if fault.status in (401, 403):
+        return Verdict(Code.AUTH, False, str(fault), "name the variable that holds the key: --api-key-env NAME")
+    if fault.status == 0:
+        return Verdict(Code.UNREACHABLE, False, str(fault), "see that vLLM runs and answers there; --url, --timeout")
+    fix = "fewer --prompt-tokens, if the prompt is too long" if fault.status == 400 else "is it vLLM's own server?"
+    return Verdict(Code.HTTP, False, str(fault), fix)
+
+
+def _report(verdict: Verdict, seen: Seen | None = None, model: str = "") -> dict[str, Any]:
+    report: dict[str, Any] = {**verdict._asdict(), "verdict": str(verdict.code)}
+    del report["code"]
+    if seen is None:
+        return report
+    second = seen.after.since(seen.between)
+    answers = {
+        name: {key: value for key, value in answer._asdict().items() if key != "text"}
+        for name, answer in (("first", seen.first), ("second", seen.second))
+    }
+    return {
+        **report,
+        "model": model,
+        "chunk_tokens": seen.chunk_tokens,
+        "restored_tokens": second.by(names.HITS, "tier"),
+        "external_hit_tokens": second.total(names.EXTERNAL),
+        "own_hit_tokens": second.total(names.OWN),
+        "cached_tokens_by_source": second.by(names.SOURCES, "source"),
+        "stored_chunks": seen.after.since(seen.before).by(names.STORED, "tier"),
+        "identical": seen.first.text == seen.second.text,
+        **answers,
+        "notes": notes(seen),
+    }
+
+
+def _within(limit_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``work`` returns; it is left behind when it takes longer."""
+    ended: list[tuple[dict[str, Any] | None, BaseException | None]] = []
+    executor = ThreadExecutor("verify")
+    executor.submit(work, lambda value, error: ended.append((value, error)))
+    executor.wait(limit_s)
+    executor.poll()
+    value, error = ended[0] if ended else (None, ServerFault("the time given is over"))
+    if value is not None:
+        return value
+    if not isinstance(error, ServerFault):
+        raise error or AssertionError("neither value nor error")
+    return _report(_fault(error))
+
+
+def _show(report: dict[str, Any]) -> None:
+    print(f"{'works' if report['works'] else 'does not work'}: {report['why']}")
+    if "first" in report:
+        first, second = report["first"], report["second"]
+        same = "identical" if report["identical"] else "different"
+        print(f"time to first token: {first['ttft_s'] * 1e3:.0f} ms, then {second['ttft_s'] * 1e3:.0f} ms; {same} text")
+        stored = ", ".join(f"{chunks:.0f} in {tier}" for tier, chunks in report["stored_chunks"].items()) or "none"
+        print(f"{second['prompt_tokens']} prompt tokens, chunks of {report['chunk_tokens']}; stored: {stored}")
+    for note in report.get("notes", ()):
+        print(f"note: {note}")
+    if report["fix"]:
+        print(f"→ {report['fix']}")

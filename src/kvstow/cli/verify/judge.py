@@ -1,0 +1,171 @@
+"""From three readings of ``/metrics`` and two answers to what they mean. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from kvstow.cli.verify.client import Answer
+from kvstow.cli.verify.readings import Readings
+
+PROMPT: Final = "vllm:prompt_tokens_total"
+OWN: Final = "vllm:prefix_cache_hits_total"
+EXTERNAL: Final = "vllm:external_prefix_cache_hits_total"
+SOURCES: Final = "vllm:prompt_tokens_cached_by_source_total"
+FINISHED: Final = "vllm:request_success_total"
+HITS: Final = "kvstow_hit_tokens_total"
+REQUESTED: Final = "kvstow_requested_tokens_total"
+STORED: Final = "kvstow_stored_chunks_total"
+LOADED: Final = "kvstow_loaded_chunks_total"
+REFUSED: Final = "kvstow_refused_chunks_total"
+FAILED: Final = "kvstow_failed_chunks_total"
+CORRUPT: Final = "kvstow_corrupt_chunks_total"
+EVICTED: Final = "kvstow_evicted_chunks_total"
+DEADLINE: Final = "kvstow_fetch_deadline_exceeded_total"
+STATE: Final = "kvstow_tier_state"
+CHUNK: Final = "kvstow_chunk_tokens"
+OPEN: Final = 2.0
+
+
+class Code(StrEnum):
+    RESTORED = "restored"
+    OWN_CACHE = "own_cache"
+    TOO_SHORT = "prompt_too_short"
+    OTHER_SERVER = "other_server"
+    SEVERAL_ENGINES = "several_engines"
+    SWITCHED_OFF = "switched_off"
+    NOT_STORED = "not_stored"
+    REFUSED = "store_refused"
+    FAILED = "transfer_failed"
+    NOT_ASKED = "not_asked"
+    EVICTED = "evicted"
+    DEADLINE = "fetch_deadline"
+    CORRUPT = "corrupt"
+    BYPASSED = "tier_bypassed"
+    MISSED = "missed"
+    NO_KVSTOW = "no_kvstow"
+    UNREACHABLE = "unreachable"
+    AUTH = "auth"
+    HTTP = "http_error"
+
+
+class Seen(NamedTuple):
+    before: Readings
+    between: Readings
+    after: Readings
+    first: Answer
+    second: Answer
+    chunk_tokens: int
+
+
+class Verdict(NamedTuple):
+    """``works``: KV is kept, and as far as can be seen given back."""
+
+    code: Code
+    works: bool
+    why: str
+    fix: str = ""
+
+
+_REASONS: Final[Mapping[str, str]] = {
+    "pool_full": "every slot is pinned: set memory.size to more",
+    "queue_full": "the tier is slower than what is stored: see how-to/disk",
+    "queue_slow": "the tier is slower than what is stored: see how-to/disk",
+    "unavailable": "the tier fails: vLLM's log says why, and so may `kvstow doctor`",
+    "rejected": "no room, or admission said no (disk.admission second_sight)",
+}
+
+
+def judge(seen: Seen) -> Verdict:
+    whole = seen.after.since(seen.before)
+    second = seen.after.since(seen.between)
+    hits, stored = second.by(HITS, "tier"), whole.total(STORED)
+    if hits:
+        tiers = ", ".join(f"{tokens:.0f} tokens from {tier}" for tier, tokens in hits.items())
+        return Verdict(Code.RESTORED, True, f"the second request reused KV: {tiers}")
+    if seen.second.prompt_tokens < seen.chunk_tokens:
+        why = f"the prompt has {seen.second.prompt_tokens} tokens, and a chunk {seen.chunk_tokens}"
+        return Verdict(Code.TOO_SHORT, False, why, f"--prompt-tokens {3 * seen.chunk_tokens}; a longer --max-model-len")
+    if second.total(PROMPT) < seen.second.prompt_tokens:
+        return Verdict(
+            Code.OTHER_SERVER, False, "the server whose /metrics were read did not count the request: another answered",
+            "give the URL of one server, not of a load balancer in front of several",
+        )  # fmt: skip
+    if second.total(OWN) and stored:
+        return Verdict(
+            Code.OWN_CACHE, True, "vLLM's own prefix cache, on the device, answered the second request; "
+            f"kvstow has stored the prompt ({stored:.0f} chunks) for when it is gone there",
+            "to see a restore, start vLLM with --no-enable-prefix-caching, and verify again",
+        )  # fmt: skip
+    return _not_stored(seen, whole) if not stored else _not_found(seen, whole, second)
+
+
+def _not_stored(seen: Seen, whole: Readings) -> Verdict:
+    if refused := whole.by(REFUSED, "tier", "reason"):
+        fixes = {_REASONS.get(key.split()[-1], "see vLLM's log") for key in refused}
+        return Verdict(Code.REFUSED, False, f"chunks were refused: {_shown(refused)}", "; ".join(sorted(fixes)))
+    if failed := whole.by(FAILED, "tier", "reason"):
+        return Verdict(Code.FAILED, False, f"copies failed: {_shown(failed)}", "vLLM's log says why")
+    if not whole.total(REQUESTED):
+        return Verdict(
+            Code.SWITCHED_OFF, False, "kvstow neither looked for the prompt nor stored it: it is switched off",
+            "look for `kvstow is switched off` and `A worker reports` in vLLM's log, and restart vLLM",
+        )  # fmt: skip
+    return Verdict(
+        Code.NOT_STORED, False, "kvstow looked for the prompt and stored nothing",
+        "kv_role must be kv_both (not kv_consumer), and `Host pool mapped by` must be in vLLM's log",
+    )  # fmt: skip
+
+
+def _not_found(seen: Seen, whole: Readings, second: Readings) -> Verdict:
+    engines = seen.after.values(CHUNK, "engine")
+    if len(engines) > 1:
+        return Verdict(
+            Code.SEVERAL_ENGINES, False, f"the prompt was stored, by one of {len(engines)} engines, each with its own "
+            "memory; the second request went to another", "a shared tier (disk.paths, redis.url), or sticky routing",
+        )  # fmt: skip
+    if not second.total(REQUESTED):
+        fix = "kv_role must be kv_both (not kv_producer)"
+        return Verdict(Code.NOT_ASKED, False, "the prompt was stored, and nobody asked for it again", fix)
+    causes = (
+        (Code.FAILED, second.by(FAILED, "tier", "reason"), "transfers failed", "vLLM's log says why"),
+        (Code.CORRUPT, second.by(CORRUPT, "tier"), "chunks came back damaged", "suspect the disk or the memory"),
+        (Code.DEADLINE, second.by(DEADLINE, "tier"), "reading took too long", "set fetch_deadline_ms to more"),
+        (Code.BYPASSED, dict(_open(seen.after)), "a tier is bypassed", "see `kvstow doctor`, and vLLM's log"),
+        (Code.EVICTED, whole.by(EVICTED, "tier"), "chunks had to make room", "set memory.size to more"),
+    )
+    for code, found, what, fix in causes:
+        if found:
+            return Verdict(code, False, f"the prompt was stored, and not found again: {what} ({_shown(found)})", fix)
+    return Verdict(
+        Code.MISSED, False, "the prompt was stored, and not found again: between the two the namespace changed (the "
+        "cache was reset, or weights updated), or the requests differ",
+        "verify again; where two servers share a tier see `kvstow namespaces`",
+    )  # fmt: skip
+
+
+def _open(readings: Readings) -> Iterator[tuple[str, float]]:
+    for tier, state in readings.by(STATE, "tier").items():
+        if state >= OPEN:
+            yield tier, state
+
+
+def notes(seen: Seen) -> list[str]:
+    """What else is worth knowing."""
+    second = seen.after.since(seen.between)
+    told = [f"tier {tier} is bypassed: see vLLM's log" for tier, _ in _open(seen.after)]
+    lower = {tier: chunks for tier, chunks in second.by(LOADED, "tier").items() if tier != "memory"}
+    told += [f"{chunks:.0f} chunks were read from tier {tier}" for tier, chunks in lower.items()]
+    if seen.first.text != seen.second.text:
+        told.append(
+            "the two texts differ: other batches compute other low bits, which may flip a near tie; with exact codecs "
+            "restored KV is byte-equal"
+        )
+    if second.total(FINISHED) > 1:
+        told.append("other requests ended meanwhile, and are in these figures")
+    return told
+
+
+def _shown(found: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} {value:.0f}" for key, value in found.items())
