@@ -1,5 +1,6 @@
 """The composition root: settings in, engine out. The only package that knows every concrete part."""
 
+from kvstow.build.direct import build_direct, check_direct, direct_executor, file_media, load_rds, rds_media
 from kvstow.build.disk import build_disk
 from kvstow.build.engine import build_engine, check, chunk_layout, copy_executor, touch_executor
 from kvstow.build.integrity import integrity_key
@@ -10,14 +11,20 @@ from kvstow.build.tiers import asked_for, lower_tiers
 __all__ = [
     "POLICIES",
     "asked_for",
+    "build_direct",
     "build_disk",
     "build_engine",
     "build_redis",
     "check",
+    "check_direct",
     "chunk_layout",
     "copy_executor",
+    "direct_executor",
+    "file_media",
     "integrity_key",
+    "load_rds",
     "lower_tiers",
+    "rds_media",
     "redis_options",
     "touch_executor",
 ]

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 def asked_for(settings: Settings) -> Mapping[str, str]:
     """Tiers that keep KV after this process, and the setting that asks for each."""
+    direct = settings.direct
     asked = {
+        "direct": ("direct.path", direct.path if direct.engine in ("auto", "file") else None),
         "disk": ("disk.paths", settings.disk.paths),
         "redis": ("redis.url", settings.redis.url),
         **dict.fromkeys(plugin_names(settings), ("plugins.stores", True)),

@@ -14,6 +14,7 @@ from kvstow.layout import ALIGN, HEADER_BYTES, ChunkLayout, Place, Span, align_u
 
 RECORD_BYTES: Final = 128  # of the table; divides a page, so that no record lies in two
 SUPERBLOCK_BYTES: Final = ALIGN
+MAX_AREAS: Final = 256  # chunks of one rank on their way at a time; more would only wait in queues
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +79,7 @@ class DirectRef:
     failure_policy: str
     paths: tuple[str, ...] = ()
     set_id: bytes = b""
+
+    def areas(self, shard: int) -> int:
+        """Staging areas of the rank that holds this shard."""
+        return max(1, min(MAX_AREAS, self.staging_bytes // self.geometry.extent_bytes[shard]))

@@ -36,7 +36,9 @@ class Copied(NamedTuple):
 class Mover(Protocol[T_contra]):
     """Copies between pages and staging areas: a device, seen from here."""
 
-    def start(self, ticket: int, item: T_contra, area: int, *, load: bool) -> None: ...
+    def start(self, ticket: int, item: T_contra, area: int, *, load: bool, length: int) -> None:
+        """``length``: of the payload."""
+        ...
 
     def ended(self) -> Iterable[Copied]:
         """Each once."""
@@ -170,7 +172,7 @@ class Pipeline(Generic[T]):
     def _copy(self, item: _Item[T]) -> None:
         number, self._next = self._next, self._next + 1
         self._copying[number] = item
-        self._mover.start(number, item.item, item.area, load=item.job.load)
+        self._mover.start(number, item.item, item.area, load=item.job.load, length=item.extent.length)
 
     def _io(self, item: _Item[T], move: Callable[[int, Extent], None]) -> None:
         work = partial(move, item.area, item.extent)

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvstow.direct.geometry import DirectRef
 from kvstow.layout import GroupPages, Place
 from kvstow.pool import PoolRef
 
@@ -26,9 +27,9 @@ class Hello(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Mount:
-    """The host pool, and which of a place's spans each ``(pp_rank, tp_rank)`` copies; a non-writer only reads."""
+    """The places, host pool or direct storage, and which of a place's spans each ``(pp_rank, tp_rank)`` copies; a non-writer only reads."""
 
-    pool: PoolRef
+    pool: PoolRef | DirectRef
     shards: dict[tuple[int, int], int]
     writers: frozenset[tuple[int, int]]
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvstow import build
 from kvstow.codec.shape import KVShape
 from kvstow.device.base import Device
+from kvstow.direct.geometry import DirectRef
+from kvstow.engine import Engine
 from kvstow.errors import UnsupportedError
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.pool import PoolRef
 from kvstow.runtime import SystemClock
 from kvstow.settings import Effective, Settings, load, load_lmcache, variable
+from kvstow.slots import Slots
 from kvstow.tier import Tier
 from kvstow.vllm.groups import block_geometry, device_specs, kv_shard
 from kvstow.vllm.identity import (
@@ -40,6 +43,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvstow")
 
 LMCACHE_NAMES: Final = ("LMCacheConnectorV1", "RBLNLMCacheConnectorV1")  # these read LMCache's settings too
+
+
+class Places(NamedTuple):
+    """What workers copy to and from: the slots, how they reach them, and what is due once they have."""
+
+    slots: Slots
+    ref: PoolRef | DirectRef
+    what: str
+    on_mounted: Callable[[], None]
 
 
 def log_like_vllm() -> None:
@@ -85,7 +97,9 @@ def _make_device(kind: str) -> Device:
 
 def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
     """The worker's side; its rank is known because vLLM has set up its process groups."""
-    _settings(vllm_config)  # a wrong setting is said by the first process that starts
+    effective = _settings(vllm_config)  # a wrong setting is said by the first process that starts
+    with effective.named():
+        build.check_direct(effective.settings)
     rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
     shard = kv_shard(vllm_config, tp_rank=rank[1], pp_rank=rank[0])
     specs = device_specs(kv_cache_config)
@@ -120,21 +134,28 @@ def scheduler_side(
     order = sorted(groups)
     with effective.named():
         layout = build.chunk_layout(settings, blocks.block_tokens, [groups[shard][0].block_bytes for shard in order])
-        build.check(settings, layout, engines=vllm_config.parallel_config.data_parallel_size_local)
+        if settings.direct.engine is None:
+            build.check(settings, layout, engines=vllm_config.parallel_config.data_parallel_size_local)
     backends = "+".join(sorted({hello.backends for hello in hellos.values()}))
     identity = model_identity(vllm_config, [groups[shard] for shard in order], layout.chunk_tokens, backends)
     metrics, clock = Metrics(), SystemClock()
     transfer = _transfer(vllm_config)
+    places: Places
     with effective.named():
-        on_cpu = vllm_config.device_config.device_type == "cpu"
-    shapes = kv_shapes(kv_cache_config, layout, [groups[shard] for shard in order], on_cpu=on_cpu)
-    tiers = _lower_tiers(vllm_config, settings, layout, shapes, identity, clock, metrics)
-    name = str(transfer.engine_id)
-    pool, engine = build.build_engine(settings, layout, name=name, clock=clock, metrics=metrics, tiers=tiers)
+        if settings.direct.engine is None:
+            on_cpu = vllm_config.device_config.device_type == "cpu"
+            shapes = kv_shapes(kv_cache_config, layout, [groups[shard] for shard in order], on_cpu=on_cpu)
+            tiers = _lower_tiers(vllm_config, settings, layout, shapes, identity, clock, metrics)
+            name = str(transfer.engine_id)
+            pool, engine = build.build_engine(settings, layout, name=name, clock=clock, metrics=metrics, tiers=tiers)
+            places = Places(pool, pool.ref, "host pool", pool.unname)
+        else:
+            places, engine = _direct(vllm_config, settings, layout, identity, clock, metrics)
+    slots = places.slots
     logger.info(
-        "kvstow is ready: chunks of %d tokens, %.2f MB each; host pool of %d chunks (%d tokens), %.2f GB; namespace %s",
-        *(layout.chunk_tokens, layout.max_frame_bytes / 1e6, pool.slots, pool.slots * layout.chunk_tokens),
-        *(pool.capacity_bytes / 1e9, identity.namespace.hex()[:16]),
+        "kvstow is ready: chunks of %d tokens, %.2f MB each; %s of %d chunks (%d tokens), %.2f GB; namespace %s",
+        *(layout.chunk_tokens, layout.max_frame_bytes / 1e6, places.what, slots.slots),
+        *(slots.slots * layout.chunk_tokens, slots.capacity_bytes / 1e9, identity.namespace.hex()[:16]),
     )
     speculative = vllm_config.speculative_config
     eagle = speculative is not None and speculative.use_eagle()
@@ -143,13 +164,33 @@ def scheduler_side(
         engine,
         identity.namespace,
         Rules(blocks.block_tokens, blocks.hash_tokens, layout.chunk_tokens, settings.save_decode, lookahead, limit),
-        _mount(pool.ref, hellos, order),
+        _mount(places.ref, hellos, order),
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         clock=clock,
         metrics=metrics,
-        on_mounted=pool.unname,
+        on_mounted=places.on_mounted,
     )
+
+
+def _direct(
+    vllm_config: VllmConfig,
+    settings: Settings,
+    layout: ChunkLayout,
+    identity: Identity,
+    clock: SystemClock,
+    metrics: Metrics,
+) -> tuple[Places, Engine]:
+    extents, ref, engine = build.build_direct(
+        settings,
+        layout,
+        ranks=vllm_config.parallel_config.world_size,
+        engine=vllm_config.parallel_config.data_parallel_rank_local or 0,
+        not_persistent=identity.not_persistent,
+        clock=clock,
+        metrics=metrics,
+    )
+    return Places(extents, ref, f"direct storage ({ref.engine})", lambda: None), engine
 
 
 def _lower_tiers(
@@ -178,7 +219,7 @@ def _lower_tiers(
     )
 
 
-def _mount(pool: PoolRef, hellos: dict[tuple[int, int], Hello], order: list[tuple[int, int]]) -> Mount:
+def _mount(pool: PoolRef | DirectRef, hellos: dict[tuple[int, int], Hello], order: list[tuple[int, int]]) -> Mount:
     """Of the ranks that hold the same bytes the first writes them."""
     writers: dict[tuple[int, int], tuple[int, int]] = {}
     for rank in sorted(hellos):

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from kvstow.device.base import Device, Finished, KVCache, KVSpec, Transfer
+from kvstow.direct.geometry import DirectRef
 from kvstow.errors import CopyError, KVStowError
 from kvstow.layout import GroupPages
 from kvstow.pool import map_pool
+from kvstow.vllm.direct import open_direct
 from kvstow.vllm.metadata import Hello, Job, JobReport, Mount, StepMeta, WorkerMeta
 
 logger = logging.getLogger("kvstow")
@@ -47,6 +49,7 @@ class WorkerSide:
         self._host = host
         self._backends = backends
         self._device: Device | None = None
+        self._kv_device = torch.device("cpu")
         self._groups: tuple[GroupPages, ...] = ()
         self._mounted = False
         self._mount_failed = False
@@ -69,6 +72,7 @@ class WorkerSide:
         if self._device is None:
             first = next(iter(kv_caches.values()))
             tensor = first if isinstance(first, torch.Tensor) else first[0]
+            self._kv_device = tensor.device
             self._device = self._make_device(tensor.device.type)
         self._groups = self._device.attach(kv_caches, self._specs)
 
@@ -99,10 +103,14 @@ class WorkerSide:
     def _mount(self, mount: Mount) -> None:
         assert self._device is not None
         try:
-            self._device.map_pool(map_pool(mount.pool), mount.shards[self._rank])
+            if isinstance(mount.pool, DirectRef):
+                self._device = open_direct(self._device, mount.pool, mount.shards[self._rank], self._kv_device)
+            else:
+                self._device.map_pool(map_pool(mount.pool), mount.shards[self._rank])
         except (KVStowError, OSError) as error:
             self._mount_failed = True
-            self._say(f"rank {self._rank} cannot map the host pool, so nothing will be stored or restored: {error}")
+            what = "open direct storage" if isinstance(mount.pool, DirectRef) else "map the host pool"
+            self._say(f"rank {self._rank} cannot {what}, so nothing will be stored or restored: {error}")
             return
         self._writes = self._rank in mount.writers
         self._mounted = True

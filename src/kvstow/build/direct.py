@@ -1,0 +1,180 @@
+"""Direct storage, from settings: its extents and engine in the scheduler's process, its media in a worker's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kvstow.build.policies import POLICIES
+from kvstow.build.tiers import asked_for
+from kvstow.direct.extents import Extents
+from kvstow.direct.file import FileMedia
+from kvstow.direct.geometry import DirectRef, Geometry, extent_bytes, slots_in
+from kvstow.direct.rds import RdsMedia, Staged
+from kvstow.direct.rds import load as load_rds
+from kvstow.direct.table import Table
+from kvstow.direct.volume import LOCK_TIMEOUT_S, device_bytes, open_extents, open_volume, paths_for
+from kvstow.engine import Engine
+from kvstow.errors import SettingsError, UnsupportedError
+from kvstow.layout import ChunkLayout
+from kvstow.metrics import Metrics
+from kvstow.runtime import Clock, Executor, ThreadExecutor
+from kvstow.settings import MIN_CHUNKS, Settings, format_size
+from kvstow.settings.sections.direct import FILE_STAGING_BYTES, RDS_STAGING_BYTES
+from kvstow.settings.sections.memory import Memory
+
+logger = logging.getLogger("kvstow")
+
+MAX_RDS_CHUNKS: Final = 1 << 16  # what is kept in mind where nothing else limits it; NVMe is full long before
+LEAST_AREAS: Final = 2  # one is copied while the other is written
+
+__all__ = ["build_direct", "check_direct", "direct_executor", "file_media", "load_rds", "rds_media"]
+
+
+def check_direct(settings: Settings) -> None:
+    """Raise ``SettingsError`` for what can't go with direct storage."""
+    direct = settings.direct
+    if direct.engine is None:
+        if direct.path is not None:
+            raise SettingsError("direct.path is set and direct.engine isn't: set direct.engine to auto, rds or file")
+        return
+    for tier, setting in asked_for(settings).items():
+        if tier != "direct":
+            raise SettingsError(f"direct.engine and {setting} are set: direct storage has no tiers below it. Unset one")
+    if settings.memory.size not in (0, Memory().size):
+        raise SettingsError(
+            "direct.engine and memory.size are set: direct storage takes the place of host memory. Unset one"
+        )
+    if settings.integrity_key_file is not None:
+        raise SettingsError(
+            "direct.engine and integrity_key_file are set: extents carry checksums, not keyed ones. Unset one"
+        )
+
+
+def choose(settings: Settings, load: Callable[[], object] = load_rds) -> str:
+    """``rds`` or ``file``. Raises ``SettingsError`` where what is asked for isn't there."""
+    direct = settings.direct
+    why = "direct.engine is file"
+    if direct.engine != "file":
+        try:
+            load()
+            return "rds"
+        except UnsupportedError as error:
+            why = str(error)
+            if direct.engine == "rds":
+                raise SettingsError(f"direct.engine is rds, and RDS can't be used: {error}") from error
+    if direct.path is None:
+        raise SettingsError(
+            f"direct.engine is {direct.engine}, so direct storage needs files ({why}): set direct.path to a directory "
+            "on local NVMe, and direct.size"
+        )
+    logger.info("Direct storage runs on files, not on RDS: %s", why)
+    return "file"
+
+
+def build_direct(
+    settings: Settings,
+    layout: ChunkLayout,
+    *,
+    ranks: int,
+    engine: int,
+    not_persistent: str | None,
+    clock: Clock,
+    metrics: Metrics,
+    load: Callable[[], object] = load_rds,
+    lock_timeout_s: float = LOCK_TIMEOUT_S,
+) -> tuple[Extents, DirectRef, Engine]:
+    """The extents, what workers need to reach them, and the engine that owns them. Blocks: for the start.
+
+    ``ranks``: workers; ``engine``: which of the host's data parallel engines this is; ``not_persistent``: why this KV
+    must not outlive the process, or None. Raises ``SettingsError``; ``UnsupportedError`` where it must not and would.
+    """
+    check_direct(settings)
+    chosen, direct = choose(settings, load), settings.direct
+    if chosen == "file" and not_persistent is not None:
+        raise UnsupportedError(f"direct.path is set, but this KV can't be kept in files: {not_persistent}")
+    default = (RDS_STAGING_BYTES if chosen == "rds" else FILE_STAGING_BYTES) * ranks
+    staging = (direct.staging_size or default) // ranks
+    if staging < LEAST_AREAS * max(extent_bytes(layout)):
+        raise SettingsError(
+            f"direct.staging_size: {format_size(staging)} a rank hold fewer than {LEAST_AREAS} chunks of "
+            f"{format_size(max(extent_bytes(layout)))}: set it to at least "
+            f"{format_size(LEAST_AREAS * max(extent_bytes(layout)) * ranks)}"
+        )
+    geometry, paths = _geometry(settings, layout, chosen, engine)
+    about = (staging, direct.threads if chosen == "file" else 1, direct.failure_policy)
+    if chosen == "rds":
+        ref = DirectRef(chosen, geometry, *about)
+        extents = Extents(geometry, layout, clock, preallocated=False)
+    else:
+        volume = open_volume(paths, geometry, consent=direct.format, lock_timeout_s=lock_timeout_s)
+        ref = DirectRef(chosen, geometry, *about, volume.paths, volume.set_id)
+        table = Table(volume.fds[0], geometry.slots, ThreadExecutor("direct-table"), clock)
+        extents = Extents(geometry, layout, clock, preallocated=True, table=table, fds=volume.fds)
+    found = extents.slots - extents.free
+    logger.info(
+        "Direct storage: engine %s, %d chunks of %.2f MB, %d found%s",
+        *(chosen, extents.slots, extents.slot_bytes / 1e6, found, f", in {', '.join(paths)}" if paths else ""),
+    )
+    metrics.gauge("direct_engine", 1, engine=chosen)
+    return extents, ref, _engine(settings, extents, layout, clock, metrics)
+
+
+def _engine(settings: Settings, extents: Extents, layout: ChunkLayout, clock: Clock, metrics: Metrics) -> Engine:
+    return Engine(
+        pool=extents,
+        policy=POLICIES[settings.direct.policy](),
+        tiers=(),
+        layout=layout,
+        clock=clock,
+        metrics=metrics,
+        sealer=ThreadExecutor("seal"),
+        fetch_deadline_s=settings.fetch_deadline_ms / 1e3,
+    )
+
+
+def _geometry(settings: Settings, layout: ChunkLayout, chosen: str, engine: int) -> tuple[Geometry, tuple[str, ...]]:
+    """How many slots, and in which files."""
+    direct = settings.direct
+    sizes = extent_bytes(layout)
+    most = direct.max_chunks or (MAX_RDS_CHUNKS if chosen == "rds" else 1 << 24)
+    if chosen == "rds":
+        slots = min(most, direct.size // sum(sizes)) if direct.size is not None else most
+        return Geometry.bare(layout, _enough(slots, layout)), ()
+    assert direct.path is not None
+    paths = paths_for(direct.path, len(sizes), engine)
+    size = direct.size
+    if size is None:
+        devices = [device_bytes(path) for path in paths]
+        fits = [there // one for there, one in zip(devices, sizes, strict=True) if there is not None]
+        if len(fits) < len(paths):
+            raise SettingsError("direct.path is set and direct.size is not: say how much they may hold, such as 500GB")
+        size = min(fits) * sum(sizes)
+    return Geometry.of_files(layout, _enough(min(most, slots_in(layout, size)), layout)), paths
+
+
+def _enough(slots: int, layout: ChunkLayout) -> int:
+    if slots < MIN_CHUNKS:
+        least = (sum(extent_bytes(layout)) + 4096) * (MIN_CHUNKS + 1)
+        raise SettingsError(
+            f"direct.size and direct.max_chunks give {slots} chunks of {layout.chunk_tokens} tokens, {MIN_CHUNKS} are "
+            f"the least: set direct.size to at least {format_size(least)}, direct.max_chunks to at least {MIN_CHUNKS}"
+        )
+    return slots
+
+
+def file_media(ref: DirectRef, shard: int) -> FileMedia:
+    """A rank's. Raises ``UnsupportedError`` where its file isn't the one that the engine opened."""
+    fd = open_extents(ref.paths[shard], ref.set_id, ref.geometry, shard)
+    return FileMedia(fd, shard, ref.areas(shard), ref.geometry.extent_bytes[shard])
+
+
+def rds_media(api: tuple[Any, Any], ref: DirectRef, shard: int, device: int, staged: Sequence[Staged]) -> RdsMedia:
+    """A rank's, over staging areas that are allocated already."""
+    return RdsMedia(api, device, shard, staged, ref.geometry.extent_bytes[shard])
+
+
+def direct_executor(ref: DirectRef) -> Executor:
+    """What a rank's reads and writes run on."""
+    return ThreadExecutor("direct", threads=ref.threads)

@@ -1,0 +1,179 @@
+"""A worker's device over direct storage: another device copies between pages and staging, the rest is
+``kvstow.direct``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from kvstow import build
+from kvstow.device.base import Device, Finished, KVCache, KVSpec, Transfer
+from kvstow.direct.base import Extent, Media
+from kvstow.direct.geometry import DirectRef
+from kvstow.direct.pipeline import Copied, Pipeline
+from kvstow.errors import CopyError, UnsupportedError
+from kvstow.layout import HEADER_BYTES, GroupPages, Place, Span
+from kvstow.runtime import Clock, Executor, SystemClock
+
+
+class Staging(Protocol):
+    """Where a device finds the staging areas."""
+
+    def use(self, area: int) -> int:
+        """From the next copy on the device's pool is what has this area; its payload begins at the returned byte."""
+        ...
+
+
+class BoundArea:
+    """Device memory of its own, which direct storage can reach."""
+
+    def __init__(self, size_bytes: int, device: torch.device, rbln: Any) -> None:
+        self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        if not hasattr(rbln, "bind_device_memory"):
+            raise UnsupportedError("direct.engine rds needs torch.rbln.bind_device_memory: update torch-rbln")
+        rbln.bind_device_memory(self.tensor)
+        self.address = self.tensor.data_ptr()
+
+    def put(self, data: bytes) -> None:
+        self.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def get(self) -> bytes:
+        return bytes(self.tensor.cpu().numpy().tobytes())
+
+
+class StagedArea(NamedTuple):
+    page: BoundArea
+    payload: BoundArea
+
+
+class DeviceStaging:
+    """``Staging`` in the device's own memory: each area is a pool by itself."""
+
+    def __init__(self, inner: Any, areas: Sequence[StagedArea]) -> None:
+        self._inner = inner
+        self._areas = areas
+
+    def use(self, area: int) -> int:
+        self._inner.map_device_pool(self._areas[area].payload.tensor, 0)
+        return 0
+
+
+class _Mover:
+    """``Mover`` by way of a device."""
+
+    def __init__(self, inner: Device, staging: Staging) -> None:
+        self._inner = inner
+        self._staging = staging
+
+    def start(self, ticket: int, item: Transfer, area: int, *, load: bool, length: int) -> None:
+        place = Place("pool", (Span(self._staging.use(area), length),))
+        copy = self._inner.copy_in if load else self._inner.copy_out
+        copy(ticket, [Transfer(place, item.block_ids, item.first_block, item.group)])
+
+    def ended(self) -> Iterable[Copied]:
+        return [
+            Copied(end.ticket, (end.error or "the copy failed") if end.failed else None, end.moved_bytes)
+            for end in self._inner.finished()
+        ]
+
+    def fence(self, tickets: Sequence[int]) -> None:
+        self._inner.fence(tickets)
+
+
+class DirectDevice:
+    """``Device`` whose places are extents. ``staging`` is where ``inner`` finds the areas of ``media``; ``executor``,
+    closed with this, runs the media's calls; ``shard``: which of a place's spans are this rank's; ``strict``: a failed
+    transfer raises."""
+
+    def __init__(
+        self,
+        inner: Device,
+        media: Media,
+        staging: Staging,
+        executor: Executor,
+        clock: Clock,
+        *,
+        shard: int = 0,
+        strict: bool = False,
+    ) -> None:
+        self._inner = inner
+        self._pipeline: Pipeline[Transfer] = Pipeline(media, _Mover(inner, staging), executor, clock)
+        self._shard = shard
+        self._name = media.name
+        self._strict = strict
+        self._refused: list[Finished] = []
+
+    def attach(
+        self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
+    ) -> tuple[GroupPages, ...]:
+        return self._inner.attach(kv_caches, groups)
+
+    def map_pool(self, pool: memoryview, shard: int) -> None:
+        raise UnsupportedError("direct storage has no host pool")
+
+    def copy_out(self, ticket: int, transfers: Sequence[Transfer]) -> None:
+        self._start(ticket, transfers, load=False)
+
+    def copy_in(self, ticket: int, transfers: Sequence[Transfer]) -> None:
+        self._start(ticket, transfers, load=True)
+
+    def _start(self, ticket: int, transfers: Sequence[Transfer], *, load: bool) -> None:
+        items: list[tuple[Transfer, Extent]] = []
+        for one in transfers:
+            if one.place.kind != "direct" or self._shard >= len(one.place.spans):
+                everything = tuple(range(len(transfers)))
+                self._refused.append(Finished(ticket, everything, f"no extent of shard {self._shard}", 0, 0.0))
+                return
+            # The caller's lists of block ids grow while the copy waits its turn.
+            item = Transfer(one.place, tuple(one.block_ids), one.first_block, one.group)
+            span = one.place.spans[self._shard]
+            items.append((item, Extent(span.offset, span.length, one.place.tag)))
+        if items:
+            self._pipeline.submit(ticket, items, load=load)
+        else:
+            self._refused.append(Finished(ticket, (), None, 0, 0.0))
+
+    def finished(self) -> list[Finished]:
+        """Raises ``CopyError`` for a failed transfer where the user asked for that."""
+        ended, self._refused = self._refused, []
+        for end in self._pipeline.ended():
+            error = end.error
+            if end.io_failed:
+                keys = "" if end.load else f" for {end.io_failed} keys"
+                error = f"{self._name} batched {'read' if end.load else 'write'} failed{keys}: {end.error}"
+                if self._strict:
+                    raise CopyError(f"{error} (direct.failure_policy is raise)")
+            ended.append(Finished(end.ticket, end.failed, error, end.moved_bytes, end.seconds))
+        return ended
+
+    def fence(self, tickets: Sequence[int]) -> None:
+        self._pipeline.fence(tickets)
+
+    def close(self) -> None:
+        self._pipeline.close()
+        self._inner.close()
+
+
+def open_direct(inner: Device, ref: DirectRef, shard: int, kv_device: torch.device) -> DirectDevice:
+    """The device of a rank, as the scheduler's side said. Raises ``UnsupportedError``."""
+    staging: Staging
+    media: Media
+    if ref.engine == "rds":
+        api = build.load_rds()
+        rbln = getattr(torch, "rbln", None)
+        if kv_device.type != "rbln" or not hasattr(inner, "map_device_pool"):
+            raise UnsupportedError(f"direct.engine rds serves RBLN NPUs, and KV is on {kv_device.type!r}")
+        size = ref.geometry.extent_bytes[shard] - HEADER_BYTES
+        areas = [
+            StagedArea(BoundArea(HEADER_BYTES, kv_device, rbln), BoundArea(size, kv_device, rbln))
+            for _ in range(ref.areas(shard))
+        ]
+        media = build.rds_media(api, ref, shard, kv_device.index or 0, areas)
+        staging = DeviceStaging(inner, areas)
+    else:
+        media = staging = file = build.file_media(ref, shard)
+        inner.map_pool(file.memory, 0)
+    strict, executor = ref.failure_policy == "raise", build.direct_executor(ref)
+    return DirectDevice(inner, media, staging, executor, SystemClock(), shard=shard, strict=strict)
