@@ -27,7 +27,8 @@ class Hello(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Mount:
-    """The places, host pool or direct storage, and which of a place's spans each ``(pp_rank, tp_rank)`` copies; a non-writer only reads."""
+    """The places, host pool or direct storage, and which of a place's spans each ``(pp_rank, tp_rank)`` copies; a
+    non-writer only reads."""
 
     pool: PoolRef | DirectRef
     shards: dict[tuple[int, int], int]
