@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -22,6 +23,7 @@ from kvstow.runtime import SystemClock
 from kvstow.settings import Effective, Settings, load, load_lmcache, variable
 from kvstow.slots import Slots
 from kvstow.tier import Tier
+from kvstow.vllm import rbln_config
 from kvstow.vllm.groups import block_geometry, device_specs, kv_shard
 from kvstow.vllm.identity import (
     SEED_VARIABLE,
@@ -80,7 +82,7 @@ def _settings(vllm_config: VllmConfig) -> Effective:
     return load(transfer.kv_connector_extra_config or {})
 
 
-def _make_device(kind: str) -> Device:
+def _make_device(vllm_config: VllmConfig, kind: str) -> Device:
     if kind == "cpu":
         from kvstow.device.cpu import CpuDevice
 
@@ -92,7 +94,11 @@ def _make_device(kind: str) -> Device:
 
         batched = getattr(_custom_ops, "swap_blocks_batch", None)  # vLLM's own batched block copy, where it has one
         return CudaDevice(build.copy_executor(), SystemClock(), batch_copy=batched)
-    raise UnsupportedError(f"kvstow has no device for torch's {kind!r} tensors; it serves cpu and cuda")
+    if kind == "rbln":
+        from kvstow.device.rbln.device import RblnDevice
+
+        return RblnDevice(build.copy_executor(), SystemClock(), block_axis=rbln_config.block_axis(vllm_config))
+    raise UnsupportedError(f"kvstow has no device for torch's {kind!r} tensors; it serves cpu, cuda and rbln")
 
 
 def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
@@ -104,7 +110,10 @@ def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Work
     shard = kv_shard(vllm_config, tp_rank=rank[1], pp_rank=rank[0])
     specs = device_specs(kv_cache_config)
     backends = attention_backends(vllm_config, [name for group in specs for name in group])
-    return WorkerSide(_make_device, specs, rank, shard, _host(), backends)
+    backends += rbln_config.numerics(vllm_config)
+    log_loads = _transfer(vllm_config).kv_connector in LMCACHE_NAMES  # its users are told to look for the line
+    make_device = partial(_make_device, vllm_config)
+    return WorkerSide(make_device, specs, rank, shard, _host(), backends, log_loads=log_loads)
 
 
 def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

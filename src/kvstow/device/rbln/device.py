@@ -67,17 +67,15 @@ class RblnDevice:
         return tuple(plan.pages for plan in plans)
 
     def map_pool(self, pool: memoryview, shard: int) -> None:
-        self._tickets.fence()
         with torch.inference_mode(False):
             self._pool = torch.frombuffer(pool, dtype=torch.uint8)
         self._shard = shard
 
     def map_device_pool(self, pool: torch.Tensor, shard: int) -> None:
-        """A pool in the device's own memory, instead of the host's: a one-dimensional uint8 tensor, to which direct
-        storage has access. Copies then stay on the device, and no byte passes the host."""
+        """From the next copy on the pool is this, in the device's own memory: a one-dimensional uint8 tensor, to which
+        direct storage has access. Copies then stay on the device, and no byte passes the host."""
         if pool.dtype != torch.uint8 or pool.dim() != 1 or not pool.is_contiguous() or pool.device.type != DEVICE_TYPE:
             raise UnsupportedError(f"a pool on the device is one dimension of uint8, not {pool.dtype} {pool.shape}")
-        self._tickets.fence()
         self._pool, self._shard = pool, shard
 
     def copy_out(self, ticket: int, transfers: Sequence[Transfer]) -> None:

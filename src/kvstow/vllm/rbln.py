@@ -1,0 +1,77 @@
+"""The connector for vllm-rbln, under the name that it knows.
+
+``{"kv_connector": "RBLNLMCacheConnectorV1", "kv_connector_module_path": "kvstow.vllm.rbln", "kv_role": "kv_both"}``:
+the module's path is stronger than what vllm-rbln registers under that name, and the name is one of those with which it
+sizes KV dynamically. Settings come from ``LMCACHE_*`` too, see ``kvstow.vllm.lmcache``.
+
+Not run on an NPU: its tests run the unmodified vllm-rbln 0.12.0 on an emulated device, ``tests/rbln``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvstow.vllm.connector import KVStowConnector
+from kvstow.vllm.rbln_config import refuse_meta, refuse_unserved
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["RBLNLMCacheConnectorV1"]
+
+
+class RBLNLMCacheConnectorV1(KVStowConnector):
+    """``KVStowConnector`` with the hooks that vllm-rbln 0.12 has besides vLLM's.
+
+    Layer-wise transfer cannot work there: compiled models call neither ``wait_for_layer_load`` nor ``save_kv_layer``.
+    kvstow needs neither.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        refuse_unserved(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._registered: dict[str, torch.Tensor] | None = None  # and not finalised yet
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Their physical views exist only after warm-up: they are looked at when it is finalised. May come again, with
+        other tensors, when KV was sized anew."""
+        refuse_meta(kv_caches)
+        self._registered = dict(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
+        return  # vllm-rbln's own copy of blocks: kvstow's device copies straight between pages and the pool
+
+    def finalize_kv_cache_registration(self) -> None:
+        """After warm-up, or after KV was sized anew. Without a warm-up, or eagerly, vllm-rbln never calls it; then the
+        handshake or the first step does."""
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            super().register_kv_caches(registered)
+
+    def flush_deferred_load(self) -> None:
+        return  # no load is held back: they start with the step, and no request runs before its load has ended
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        self.finalize_kv_cache_registration()
+        return super().get_handshake_metadata()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self.finalize_kv_cache_registration()  # the first hook of a step
+        super().handle_preemptions(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self.finalize_kv_cache_registration()
+        super().bind_connector_metadata(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.finalize_kv_cache_registration()
+        super().start_load_kv(forward_context, **kwargs)
