@@ -93,8 +93,9 @@ class Tier:
 
     def get(self, chunk: int, slot: memoryview) -> None:
         key = self.key(chunk)
-        assert self._store.read([(key, slot)]) == [Done(len(slot))]
-        frame.check(slot, len(slot), key, self._group)
+        [outcome] = self._store.read([(key, slot)])
+        assert isinstance(outcome, Done)
+        frame.check(slot, outcome.length, key, self._group, checksum=outcome.checksum)
 
 
 def timed(executor: ThreadExecutor, works: Sequence[Work], slots: Sequence[memoryview], chunks: int) -> float:

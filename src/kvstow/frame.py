@@ -110,9 +110,10 @@ class FrameHeader:
 
 
 class PayloadChecksum:
-    """Digests of a payload whose bytes pass in order, in pieces of any size."""
+    """Digests of a payload whose bytes pass in order, in pieces of any size; or its checksum, known already."""
 
-    def __init__(self, integrity_key: bytes | None = None) -> None:
+    def __init__(self, integrity_key: bytes | None = None, known: bytes | None = None) -> None:
+        self._known = known
         self._checksum = xxh3_128()
         self._mac = None if integrity_key is None else blake3(key=_derive(integrity_key, _PAYLOAD_CONTEXT))
 
@@ -123,7 +124,7 @@ class PayloadChecksum:
 
     @property
     def checksum(self) -> bytes:
-        return self._checksum.digest()
+        return self._known or self._checksum.digest()
 
     @property
     def mac(self) -> bytes | None:
@@ -201,9 +202,11 @@ def check(
     *,
     integrity_key: bytes | None = None,
     coded: bool = False,
+    checksum: bytes | None = None,
 ) -> FrameHeader:
     """Verify that the ``length`` bytes at the start of ``frame`` are the whole raw frame of ``key``; with ``coded``
-    also one of any codec, which is never longer than the raw one.
+    also one of any codec, which is never longer than the raw one. ``checksum`` is XXH3-128 of all behind the header
+    page, if that was computed already.
 
     Raises ``FrameError`` for anything else: short, long, damaged, forged (with ``integrity_key``), of another key, of
     another layout. Padding is not looked at, because nothing ever reads it; nor is what a codec made of the payload.
@@ -224,9 +227,11 @@ def check(
         raise FrameError(f"spans {header.spans} in {length} bytes do not fit the group's layout")
     if header.raw_length != raw_length or header.tokens > layout_group.chunk_tokens:
         raise FrameError(f"{header.raw_length} bytes of {header.tokens} tokens do not fit the group's layout")
-    payload = PayloadChecksum(integrity_key)
-    for span in header.spans:
-        payload.update(frame[span.offset : span.offset + span.length])
+    unpadded = header.payload_length == length - HEADER_BYTES
+    payload = PayloadChecksum(integrity_key, checksum if unpadded else None)
+    if integrity_key is not None or checksum is None or not unpadded:
+        for span in header.spans:
+            payload.update(frame[span.offset : span.offset + span.length])
     verify(frame[:HEADER_BYTES], header, payload, integrity_key=integrity_key)
     return header
 

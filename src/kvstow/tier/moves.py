@@ -100,7 +100,9 @@ class Moves:
         length, coder, began_s = outcome.length, self.coder, 0.0
         try:
             group = self._layout.groups[key.group]
-            header = frame.check(view, length, key, group, integrity_key=self.integrity_key, coded=True)
+            header = frame.check(
+                view, length, key, group, integrity_key=self.integrity_key, coded=True, checksum=outcome.checksum
+            )
             if header.lossy and (coder is None or not coder.lossy):
                 return Came(Got.MISS, LOSSY, length)
             if header.codec_id != frame.RAW:

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError, ResponseError
 from kvstow.runtime import Clock
 from kvstow.store.redis.options import RedisOptions
 from kvstow.store.redis.servers import Servers, open_servers
-from kvstow.store.redis.session import Session, as_store_error
+from kvstow.store.redis.session import Links, Session, as_store_error
 
 
 class About(NamedTuple):
@@ -26,17 +26,19 @@ class About(NamedTuple):
 def about(options: RedisOptions, clock: Clock) -> About:
     """Ask the server, of a Cluster one node. Raises ``StoreUnavailable`` or ``StoreRefused``."""
     servers, name = open_servers(options), options.prefix.encode()
+    links = Links(clock, options.timeout_s)
     try:
-        with Session(servers, clock, options.timeout_s) as session:
+        with Session(servers, links) as session:
             probe = ("GETRANGE", name, 0, 0)  # what every user of the tier may do
             session.ask([name], [probe])  # connects
             began = clock.monotonic()
             session.ask([name], [probe])
             round_trip_s = clock.monotonic() - began
-        told = _told(servers, name, options, clock)
+        told = _told(servers, name, links)
     except (RedisError, OSError) as error:
         raise as_store_error(error) from error
     finally:
+        links.clear()
         servers.close()
     product = next((name for name in ("valkey", "redis") if f"{name}_version" in told), "")
     return About(
@@ -49,10 +51,10 @@ def about(options: RedisOptions, clock: Clock) -> About:
     )
 
 
-def _told(servers: Servers, name: bytes, options: RedisOptions, clock: Clock) -> dict[str, str]:
+def _told(servers: Servers, name: bytes, links: Links) -> dict[str, str]:
     """INFO; empty where the user may not ask."""
     try:
-        with Session(servers, clock, options.timeout_s) as session:
+        with Session(servers, links) as session:
             replies = session.ask([name], [("INFO", "server")]) + session.ask([name], [("INFO", "memory")])
     except ResponseError:
         return {}

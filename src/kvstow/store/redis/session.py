@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final
@@ -42,12 +44,20 @@ def as_store_error(error: RedisError | OSError) -> StoreError:
 
 
 class Link:
-    """One of redis-py's connections, lent by ``pool`` to one thread."""
+    """One of redis-py's connections, lent by ``pool`` to one thread at a time."""
 
     def __init__(self, pool: ConnectionPool, clock: Clock, timeout_s: float) -> None:
-        self._pool = pool
+        self.pool = pool
         self._connection: Any = pool.get_connection()
-        self.wire = Wire(self._connection._sock, self._connection._parser.parse_error, clock, timeout_s)
+        sock = self._connection._sock
+        self.wire = Wire(sock, self._connection._parser.parse_error, clock, timeout_s)
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+
+    @property
+    def quiet(self) -> bool:
+        """Connected, and everything that came was asked for."""
+        return self.wire.idle and not self._readable.poll(0)
 
     def post(self, commands: Sequence[Command]) -> None:
         """Send them; their replies are still to be read, from ``wire``."""
@@ -68,20 +78,64 @@ class Link:
                     replies.append(None)
         return replies
 
-    def give_back(self, *, clean: bool) -> None:
-        """Not clean: replies may be unread, so the connection is closed. The next call opens it again."""
-        if not (clean and self.wire.idle):
-            self._connection.disconnect()
-        self._pool.release(self._connection)
+    def hang_up(self) -> None:
+        """And give it back: it is connected again when it is lent next."""
+        self._connection.disconnect()
+        self.pool.release(self._connection)
+
+
+class Links:
+    """Those that nobody uses now. redis-py's pools are asked for new ones only: asking takes as long as 200 KiB do."""
+
+    def __init__(self, clock: Clock, timeout_s: float) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._idle: dict[ConnectionPool, list[Link]] = {}
+        self._lent: set[Link] = set()  # that may be kept when they come back
+
+    def take(self, pool: ConnectionPool) -> Link:
+        while True:
+            with self._lock:
+                idle = self._idle.get(pool)
+                link = idle.pop() if idle else None
+                if link is not None and link.quiet:
+                    self._lent.add(link)
+                    return link
+            if link is None:
+                break
+            link.hang_up()
+        link = Link(pool, self._clock, self._timeout_s)
+        with self._lock:
+            self._lent.add(link)
+        return link
+
+    def give_back(self, link: Link, *, clean: bool) -> None:
+        """Not clean: replies may be unread."""
+        with self._lock:
+            keep = clean and link.wire.idle and link in self._lent
+            self._lent.discard(link)
+            if keep:
+                self._idle.setdefault(link.pool, []).append(link)
+        if not keep:
+            link.hang_up()
+
+    def clear(self) -> None:
+        """None of these is used again; those that are lent now neither, once they are back."""
+        with self._lock:
+            idle = [link for links in self._idle.values() for link in links]
+            self._idle.clear()
+            self._lent.clear()
+        for link in idle:
+            link.hang_up()
 
 
 class Session:
     """One link for each server that is asked. Left by an exception, none of its connections is used again."""
 
-    def __init__(self, servers: Servers, clock: Clock, timeout_s: float) -> None:
+    def __init__(self, servers: Servers, free: Links) -> None:
         self._servers = servers
-        self._clock = clock
-        self._timeout_s = timeout_s
+        self._free = free
         self._links: dict[int, Link] = {}
 
     def __enter__(self) -> Session:
@@ -89,14 +143,14 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for link in self._links.values():
-            link.give_back(clean=kind is None)
+            self._free.give_back(link, clean=kind is None)
 
     def link(self, name: bytes) -> Link:
         """To the server that has ``name``."""
         pool = self._servers.pool(name)
         link = self._links.get(id(pool))
         if link is None:
-            link = self._links[id(pool)] = Link(pool, self._clock, self._timeout_s)
+            link = self._links[id(pool)] = self._free.take(pool)
         return link
 
     def by_link(self, names: Sequence[bytes]) -> list[tuple[Link, list[int]]]:

@@ -29,8 +29,8 @@ from kvstow.store.redis.envelope import (
 )
 from kvstow.store.redis.options import RedisOptions
 from kvstow.store.redis.servers import open_servers
-from kvstow.store.redis.session import Command, Link, Session, as_store_error
-from kvstow.store.redis.wire import Wire
+from kvstow.store.redis.session import Command, Link, Links, Session, as_store_error
+from kvstow.store.redis.wire import Passing, Wire
 
 R = TypeVar("R")
 
@@ -72,6 +72,7 @@ class RedisStore:
         self._clock = clock
         self._prefix = options.prefix.encode()
         self._servers = open_servers(options)
+        self._links = Links(clock, options.timeout_s)
         self._fullness = Fullness(clock)
         self._lifetime: tuple[bytes, ...] = (b"PX", b"%d" % (options.ttl_s * 1000)) if options.ttl_s else ()
 
@@ -99,21 +100,27 @@ class RedisStore:
             self._call(lambda session: self._delete(session, names))
 
     def close(self) -> None:
+        self._links.clear()
         self._servers.close()
+
+    def _doubt(self) -> None:
+        """Connections that are open may lead to a server that is no longer the right one."""
+        self._servers.doubt()
+        self._links.clear()
 
     def _call(self, work: Callable[[Session], R]) -> R:
         """``work`` with connections; again where a Cluster's slots have moved. It must bear being repeated."""
         for _ in range(REDIRECTS + 1):
             try:
-                with Session(self._servers, self._clock, self._options.timeout_s) as session:
+                with Session(self._servers, self._links) as session:
                     return work(session)
             except MovedError:
-                self._servers.doubt()
+                self._doubt()
             except OutOfMemoryError:
                 raise  # the writer's
             except (RedisError, OSError) as error:
                 if isinstance(error, ReadOnlyError) or not isinstance(error, ResponseError):
-                    self._servers.doubt()
+                    self._doubt()
                 raise as_store_error(error) from error
         raise StoreUnavailable("the Cluster's nodes send us to each other")
 
@@ -137,7 +144,7 @@ class RedisStore:
         names = [chunk_name(self._prefix, key) for key, _ in items]
         groups = session.by_link(names)
         for link, where in groups:
-            link.post([("GET", names[i]) for i in where])
+            link.wire.get([names[i] for i in where])
         found: dict[int, Outcome | Envelope] = {}
         for link, where in groups:
             for i in where:
@@ -152,14 +159,14 @@ class RedisStore:
         if envelope.length > len(buffer):
             return REJECTED
         link = session.link(name)
-        link.post([("GET", part) for part in envelope.names(name)])
-        at, whole = 0, True
+        link.wire.get(envelope.names(name))
+        at, whole, passing = 0, True, Passing()
         for _ in range(envelope.parts):
-            got = _take_part(link.wire, buffer[at : envelope.length])
+            got = _take_part(link.wire, buffer[at : envelope.length], passing)
             whole = whole and got > 0
             at += got
         if whole and at == envelope.length:
-            return Done(at)
+            return Done(at, passing.digest())
         self._delete(session, [name])
         return MISSING
 
@@ -277,17 +284,18 @@ def _take_value(wire: Wire, buffer: Buffer) -> Outcome | Envelope:
     length -= len(head)
     envelope = unpack(head)
     fits = envelope is not None and not envelope.parts and envelope.length == length <= len(buffer)
+    passing = Passing()
     if fits:
-        wire.take(buffer[:length])
+        wire.take(buffer[:length], passing)
     else:
         wire.skip(length)
     wire.end()
     if envelope is not None and envelope.parts and not length:
         return envelope
-    return Done(length) if fits else REJECTED
+    return Done(length, passing.digest()) if fits else REJECTED
 
 
-def _take_part(wire: Wire, buffer: Buffer) -> int:
+def _take_part(wire: Wire, buffer: Buffer, passing: Passing) -> int:
     """One reply of GET into the beginning of ``buffer``: its length; 0 where it isn't there or doesn't fit."""
     wire.begin()
     length = wire.bulk()
@@ -295,7 +303,7 @@ def _take_part(wire: Wire, buffer: Buffer) -> int:
         return 0
     fits = length <= len(buffer)
     if fits:
-        wire.take(buffer[:length])
+        wire.take(buffer[:length], passing)
     else:
         wire.skip(length)
     wire.end()

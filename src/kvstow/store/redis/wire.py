@@ -9,15 +9,37 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from xxhash import xxh3_128
+
+from kvstow.layout import HEADER_BYTES
 from kvstow.runtime import Clock
 from kvstow.store.base import Buffer
 
 HEAD_BYTES: Final = 512  # the most of a value that is copied, because it came with the head of its reply
 SKIP_BYTES: Final = 64 << 10
+LARGE_BYTES: Final = 128 << 10
+PIECE_BYTES: Final = 1 << 20  # of a large value, taken by one call of the system, and in the cache when it returns
 LONGEST_LINE: Final = 4096
+
+
+class Passing:
+    """XXH3-128 of a frame's bytes behind its header page, as they come."""
+
+    def __init__(self) -> None:
+        self._skip = HEADER_BYTES
+        self._checksum = xxh3_128()
+
+    def update(self, piece: Buffer) -> None:
+        skip = min(self._skip, len(piece))
+        self._skip -= skip
+        self._checksum.update(piece[skip:])
+
+    def digest(self) -> bytes:
+        return self._checksum.digest()
 
 
 class Wire:
@@ -29,6 +51,11 @@ class Wire:
         self, sock: socket.socket, parse_error: Callable[[str], Exception], clock: Clock, timeout_s: float
     ) -> None:
         self._sock = sock
+        self._large = not isinstance(sock, ssl.SSLSocket) and sock.family != socket.AF_UNIX
+        if self._large:
+            limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, option, limit)
         self._parse_error = parse_error
         self._clock = clock
         self._timeout_s = timeout_s
@@ -46,6 +73,22 @@ class Wire:
         """Every byte that came was asked for."""
         return self._at == self._end
 
+    @contextlib.contextmanager
+    def _waiting_in_the_system(self, size: int) -> Iterator[int]:
+        """For ``size`` bytes, if they are many: the system waits, at most ``timeout_s``, until it has done all of what
+        it was asked for. Else Python asks twice for each bit that is there. Yields the flags to receive with."""
+        if not self._large or size < LARGE_BYTES:
+            yield 0
+            return
+        timeout = self._sock.gettimeout()
+        self._sock.settimeout(None)
+        try:
+            yield socket.MSG_WAITALL
+        except BlockingIOError as error:
+            raise TimeoutError(f"nothing for {self._timeout_s:g} s") from error
+        finally:
+            self._sock.settimeout(timeout)
+
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, buffers: Sequence[Buffer | bytes]) -> None:
@@ -58,19 +101,25 @@ class Wire:
                 self.stored()
             raise
 
+    def get(self, names: Sequence[bytes]) -> None:
+        """Ask for these values; their replies are still to be taken."""
+        self.begin()
+        self._send([memoryview(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names))])
+
     def _send(self, left: list[memoryview]) -> None:
         if isinstance(self._sock, ssl.SSLSocket):  # it has no sendmsg
             for view in left:
                 self._sock.sendall(view)
                 self._check_time()
             return
-        while left:
-            sent = self._sock.sendmsg(left)
-            self._check_time()
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
-            if sent:
-                left[0] = left[0][sent:]
+        with self._waiting_in_the_system(sum(map(len, left))):
+            while left:
+                sent = self._sock.sendmsg(left)
+                self._check_time()
+                while left and sent >= len(left[0]):
+                    sent -= len(left.pop(0))
+                if sent:
+                    left[0] = left[0][sent:]
 
     # --- receiving -------------------------------------------------------------------------------------------------
 
@@ -93,18 +142,27 @@ class Wire:
             raise self._parse_error(f"ERR unexpected reply of type {line[:1]!r}")
         return True
 
-    def take(self, view: Buffer) -> None:
-        """The next ``len(view)`` bytes."""
+    def take(self, view: Buffer, passing: Passing | None = None) -> None:
+        """The next ``len(view)`` bytes; they are also seen by ``passing``."""
         size = len(view)
         at = min(size, self._end - self._at)
         view[:at] = self._buffer[self._at : self._at + at]
         self._at += at
-        while at < size:
-            got = self._receive(view[at:])
-            if not got:
-                raise ConnectionResetError("the server hung up")
-            at += got
-            self._check_time()
+        if passing is not None:
+            passing.update(view[:at])
+        with self._waiting_in_the_system(size - at) as flags:
+            while at < size:
+                if flags and size - at >= LARGE_BYTES:
+                    end = min(at + PIECE_BYTES, size - HEAD_BYTES)  # the last ones come with what is behind them
+                    got = self._sock.recv_into(view[at:end], 0, flags)
+                else:
+                    got = self._receive(view[at:])
+                if not got:
+                    raise ConnectionResetError("the server hung up")
+                if passing is not None:
+                    passing.update(view[at : at + got])
+                at += got
+                self._check_time()
 
     def _receive(self, view: Buffer) -> int:
         """Into ``view``; what came beyond it, the end of this reply and the head of the next, into the empty buffer:
