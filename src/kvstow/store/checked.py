@@ -18,8 +18,9 @@ CLOSE_S: Final = 2.0
 
 class CheckedStore:
     """Forwards to ``store``. An answer that isn't of the contract is raised as ``StoreUnavailable``, so that it counts
-    as a fault of the store; what ``store`` itself raises, whatever it is, passes. Parts are lent read-only, and no
-    buffer can be used after the call that it was lent for. ``close`` waits at most ``CLOSE_S``."""
+    as a fault of the store; what ``store`` itself raises, whatever it is, passes. Parts are lent read-only; a buffer
+    is released after the call that it was lent for (views that were made of it are not). ``close`` waits at most
+    ``CLOSE_S``."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

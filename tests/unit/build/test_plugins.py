@@ -1,0 +1,148 @@
+"""Stores that other packages bring, from settings to a tier of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow import build
+from kvstow.build import plugins
+from kvstow.build.plugins import GROUP, build_plugins, plugin_names
+from kvstow.engine import Engine, Found
+from kvstow.errors import SettingsError
+from kvstow.metrics import Metrics
+from kvstow.policy.lru import LRU
+from kvstow.pool import HostPool
+from kvstow.runtime import SystemClock, ThreadExecutor
+from kvstow.settings import Settings, parse
+from kvstow.tier import Tier
+from tests.docs.pages import blocks
+from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, fill, hit, key, keys
+
+EXAMPLE = next(b.body for b in blocks("python") if b.page.name == "write-a-store.md" and "def open_store" in b.body)
+BAD = """
+import sys, threading
+def raises(options): raise ZeroDivisionError("with " + str(options.get("password")))
+def ends(options): sys.exit(3)
+def hangs(options): threading.Event().wait()
+def nothing(options): return None
+def half(options): return type("Half", (), {"contains": lambda self, keys: []})()
+class NotOurs:
+    def __init__(self, config, metadata, loop): pass
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The documented example, installed, with its entry point; and a module of bad ones."""
+    folder = tmp_path / "site" / "kvstow_example"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "sqlite_store.py").write_text(EXAMPLE)
+    (folder / "bad.py").write_text(BAD)
+    about = tmp_path / "site" / "kvstow_example-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvstow-example\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[{GROUP}]\nsqlite = kvstow_example.sqlite_store:open_store\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return "kvstow_example"
+
+
+def settings(**given: Any) -> Settings:
+    return parse(None, {}, {"plugins": given}).settings
+
+
+def built(**given: Any) -> list[Tier]:
+    return build_plugins(settings(**given), LAYOUT, clock=SystemClock(), metrics=Metrics())
+
+
+def refused(**given: Any) -> str:
+    with pytest.raises(SettingsError) as error:
+        built(**given)
+    return str(error.value)
+
+
+def engine(tiers: list[Tier]) -> tuple[Engine, ThreadExecutor]:
+    sealer = ThreadExecutor("sealer")
+    made = Engine(
+        pool=HostPool.create(LAYOUT, 8 * FRAME_BYTES, name="plugins"),
+        policy=LRU(),
+        tiers=tiers,
+        layout=LAYOUT,
+        clock=SystemClock(),
+        metrics=Metrics(),
+        sealer=sealer,
+        fetch_deadline_s=30.0,
+    )
+    return made, sealer
+
+
+@pytest.mark.parametrize("store", ["sqlite", "sqlite=kvstow_example.sqlite_store:open_store"])
+def test_the_documented_store_is_a_tier_that_outlives_the_engine(package: str, tmp_path: Path, store: str) -> None:
+    options = {"sqlite": {"path": str(tmp_path / "chunks.db")}}
+    [tier] = built(stores=[store], options=options, threads=2)
+    assert tier.name == "sqlite"
+    first, sealer = engine([tier])
+    for i in range(3):
+        lease = first.reserve(key(i), b"", TOKENS)
+        assert lease is not None
+        fill(lease, key(i))
+        first.commit(lease)
+        lease.release()
+    while first.busy():
+        (sealer if sealer.outstanding else tier.executor).wait(1.0)
+        first.poll()
+    first.close(5.0)
+    [tier] = built(stores=[store], options=options)
+    second, _ = engine([tier])
+    while (found := second.fetch("r", keys(0, 1, 2))).state is Found.PENDING:
+        tier.executor.wait(1.0)
+        second.poll()
+    assert found == hit(3)
+    assert second.origins("r") == {"sqlite": 3}
+    second.close(5.0)
+
+
+def test_a_plug_in_is_among_the_tiers_that_outlive_the_process() -> None:
+    assert build.asked_for(settings(stores=["mine"])) == {"mine": "plugins.stores"}
+
+
+def test_o1_names_that_are_none_are_refused() -> None:
+    for stores, said in (
+        (["disk"], "there is a tier disk already"),
+        (["memory"], "there is a tier memory already"),
+        (["a", "a=b:c"], "there is a tier a already"),
+        (["../x"], "is no name"),
+        (["a" * 33], "is no name"),
+        (["a=b"], "expected name=module:function"),
+        (["a=b:c()"], "expected name=module:function"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            plugin_names(settings(stores=stores))
+
+
+def test_o1_what_cannot_be_opened_stops_the_start_and_says_why(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no installed package has registered it (there are:" in refused(stores=["other"])
+    for function, said in (
+        ("nowhere:f", "ModuleNotFoundError"),
+        (f"{package}.bad:missing", "AttributeError"),
+        (f"{package}.bad:ends", "SystemExit: 3"),
+        (f"{package}.bad:NotOurs", "TypeError"),
+        (f"{package}.bad:nothing", "NoneType has no contains"),
+        (f"{package}.bad:half", "Half has no read"),
+    ):
+        assert said in refused(stores=[f"mine={function}"]), function
+    monkeypatch.setattr(plugins, "OPEN_S", 0.01)
+    assert "did not end within 0.01 s" in refused(stores=[f"mine={package}.bad:hangs"])
+
+
+def test_secrets_among_the_options_are_not_in_the_error(package: str) -> None:
+    said = refused(stores=[f"mine={package}.bad:raises"], options={"mine": {"password": "hunter2"}})
+    assert "ZeroDivisionError: with ****" in said
+    assert "hunter2" not in said
+
+
+def test_o1_options_of_nobody_are_refused(package: str) -> None:
+    assert "options for sqllite" in refused(stores=["sqlite"], options={"sqllite": {}})
