@@ -234,8 +234,10 @@ def connector_of(config: VllmConfig, kv_config: KVCacheConfig, role: KVConnector
 def build_stack(
     shape: Shape, seed: int = 0, *, connector: KVStowConnector | None = None, config: VllmConfig | None = None,
     fails: Fails | None = None, fetch_deadline_s: float = 0.05, adapter_of: Any = lambda lora: 0,
+    make_tiers: Any = None, pages_of: Any = Pages,
 ) -> Stack:
-    """``connector``: the scheduler's, already built by vLLM; else one is made."""
+    """``connector``: the scheduler's, already built by vLLM; else one is made. ``make_tiers`` gives other lower tiers
+    than the shape's, from what a ``Tier`` needs and the list of executors to add to."""
     config = config or vllm_config(shape)
     kv_config = kv_cache_config(shape)
     clock, metrics = ManualClock(), Metrics()
@@ -251,6 +253,8 @@ def build_stack(
         background.append(disk)
         store = FaultStore(MemoryStore(1 << 30))
         tiers.append(Tier("disk", store, disk, layout=layout, clock=clock, metrics=metrics))
+    if make_tiers is not None:
+        tiers = make_tiers(background, layout=layout, clock=clock, metrics=metrics)
     engine = Engine(
         pool=pool, policy=LRU(), tiers=tiers, layout=layout, clock=clock, metrics=metrics, sealer=sealer,
         fetch_deadline_s=fetch_deadline_s,
@@ -271,7 +275,7 @@ def build_stack(
     copies, worker_sides, workers = [], [], []
     for rank in ranks:
         executor = ManualExecutor(clock, run_in_wait=True)
-        pages = Pages(shape.num_blocks, shape.block, LAYERS, 0 if shape.same_bytes else rank[1])
+        pages = pages_of(shape.num_blocks, shape.block, LAYERS, 0 if shape.same_bytes else rank[1])
         device = WatchedDevice(CpuDevice(executor, clock), fails=fails, scribble=pages.scribble)
         worker_side = WorkerSide(
             lambda kind, device=device: device, device_specs(kv_config), rank, (0, mount.shards[rank]), "here",
