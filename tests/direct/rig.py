@@ -63,15 +63,15 @@ class Rank:
 
 
 class Rig:
-    """``ranks`` distinct shards over files in ``path``."""
+    """``ranks`` distinct shards over files in ``folder``."""
 
     def __init__(
-        self, path: Path | str, ranks: int = 2, *, size: int = 4 << 20, shape: Shape | None = None, **direct: object
+        self, folder: Path | str, ranks: int = 2, *, size: int = 4 << 20, shape: Shape | None = None, **direct: object
     ) -> None:
         self.ranks = [Rank(shard, shape or Shape(blocks=BLOCKS)) for shard in range(ranks)]
         block_bytes_ = tuple(rank.pages.block_bytes for rank in self.ranks)
         self.layout = ChunkLayout((GroupLayout(16, BLOCKS_PER_CHUNK, block_bytes_),))
-        options = {"engine": "file", "path": (str(path),), "size": size, **direct}
+        options = {"engine": "file", "path": (str(folder),), "size": size, **direct}
         self.settings = Settings(direct=Direct(**options))  # type: ignore[arg-type]
         self.metrics = Metrics()
         self.extents, self.ref, self.engine = build.build_direct(

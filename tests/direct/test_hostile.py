@@ -1,0 +1,233 @@
+"""Damaged, foreign, swapped and stale bytes under direct storage: each is a miss, and is found to be one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstow.direct.geometry import RECORD_BYTES, SUPERBLOCK_BYTES
+from kvstow.direct.volume import FILE_NAME
+from kvstow.errors import SettingsError
+from tests.direct.rig import Rig, key, shuffled
+
+CHUNKS = dict(enumerate(shuffled(8, 1)))
+TARGETS = dict(enumerate(shuffled(8, 2)))
+
+
+def file_of(path: Path, shard: int) -> Path:
+    return path / FILE_NAME.format(engine=0, shard=shard)
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def slot_of(rig: Rig, number: int) -> int:
+    return rig.engine._index._resident[key(number)]
+
+
+def extent(rig: Rig, shard: int, slot: int) -> int:
+    geometry = rig.ref.geometry
+    return geometry.offsets[shard] + slot * geometry.extent_bytes[shard]
+
+
+@pytest.mark.parametrize("at", [0, 9, 17, 30, 40, 4050, 4090, 4096, 4096 + 5000])
+def test_a_flipped_bit_in_an_extent(tmp_path: Path, at: int) -> None:
+    rig = Rig(tmp_path)
+    rig.store(CHUNKS)
+    before = rig.ranks[1].bytes_of(CHUNKS[3])
+    flip(file_of(tmp_path, 1), extent(rig, 1, slot_of(rig, 4)) + at)
+    ends = rig.load(TARGETS)
+    assert [end.failed for end in ends] == [(), (4,)]
+    assert "batched read failed" in str(ends[1].error)
+    assert rig.ranks[1].bytes_of(TARGETS[3]) == before
+    assert rig.found(*CHUNKS) == [0, 1, 2, 3, 5, 6, 7], "the damaged chunk is a miss from now on"
+    rig.store({4: CHUNKS[4]})
+    assert [end.failed for end in rig.load(TARGETS)] == [(), ()]
+    rig.close()
+
+
+def test_files_swapped_between_ranks_while_the_engine_runs(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.store(CHUNKS)
+    one, two = (file_of(tmp_path, shard) for shard in (0, 1))
+    sizes = rig.ref.geometry.extent_bytes
+    assert sizes[0] == sizes[1]
+    for number in CHUNKS:
+        at = [extent(rig, shard, slot_of(rig, number)) for shard in (0, 1)]
+        parts = [path.read_bytes()[offset : offset + sizes[0]] for path, offset in zip((one, two), at, strict=True)]
+        for path, offset, part in zip((one, two), at, reversed(parts), strict=True):
+            with path.open("r+b") as file:
+                file.seek(offset)
+                file.write(part)
+    ends = rig.load(TARGETS)
+    assert [end.failed for end in ends] == [tuple(CHUNKS)] * 2
+    assert "the extent of shard 1, not of 0" in str(ends[0].error)
+    assert rig.found(*CHUNKS) == []
+    rig.close()
+
+
+def test_files_swapped_before_a_start_begin_empty(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.store(CHUNKS)
+    rig.close()
+    one, two = (file_of(tmp_path, shard) for shard in (0, 1))
+    one.rename(tmp_path / "x")
+    two.rename(one)
+    (tmp_path / "x").rename(two)
+    again = Rig(tmp_path)
+    assert again.found(*CHUNKS) == []
+    again.store(CHUNKS)
+    assert [end.failed for end in again.load(TARGETS)] == [(), ()]
+    again.close()
+
+
+def test_an_extent_of_an_earlier_filling_of_the_same_key(tmp_path: Path) -> None:
+    """Its header page and checksum are good, and its generation is not."""
+    rig = Rig(tmp_path, ranks=1, max_chunks=4)
+    rig.store({1: (0, 1)})
+    path, at = file_of(tmp_path, 0), extent(rig, 0, slot_of(rig, 1))
+    size = rig.ref.geometry.extent_bytes[0]
+    old = path.read_bytes()[at : at + size]
+    for number in (2, 3, 4, 5):  # makes room of slot by slot, 1 first
+        rig.store({number: (2, 3)})
+    rig.store({1: (4, 5)})
+    assert slot_of(rig, 1) != slot_of(rig, 3)
+    with path.open("r+b") as file:
+        file.seek(extent(rig, 0, slot_of(rig, 1)))
+        file.write(old)
+    [end] = rig.load({1: (8, 9)})
+    assert end.failed == (0,)
+    assert "an earlier filling's" in str(end.error)
+    rig.close()
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, SUPERBLOCK_BYTES + 100)
+
+
+def _records(path: Path) -> None:
+    for slot in range(8):
+        flip(path, SUPERBLOCK_BYTES + slot * RECORD_BYTES + 3 + slot * 9)
+
+
+def _superblock(path: Path) -> None:
+    flip(path, 40)
+
+
+@pytest.mark.parametrize("harm", [_truncate, _records])
+def test_harm_to_a_file_before_a_start_is_misses(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    rig = Rig(tmp_path)
+    rig.store(CHUNKS)
+    rig.close()
+    harm(file_of(tmp_path, 0))
+    again = Rig(tmp_path)
+    assert again.found(*CHUNKS) == []
+    again.store(CHUNKS)
+    assert [end.failed for end in again.load(TARGETS)] == [(), ()]
+    again.close()
+
+
+def test_a_superblock_that_is_not_ours_is_refused_without_consent(tmp_path: Path) -> None:
+    Rig(tmp_path).close()
+    _superblock(file_of(tmp_path, 1))
+    with pytest.raises(SettingsError, match=r"holds something that isn't kvstow's.*direct\.format"):
+        Rig(tmp_path)
+    Rig(tmp_path, format=True).close()
+
+
+def test_foreign_files_are_not_touched(tmp_path: Path) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.write_bytes(b"dear diary" * 1000)
+    both = tuple(map(str, files))
+    with pytest.raises(SettingsError, match="isn't kvstow's"):
+        Rig("", path=both)
+    assert all(file.read_bytes() == b"dear diary" * 1000 for file in files)
+    Rig("", path=both, format=True).close()
+    assert files[0].stat().st_mode & 0o777 == 0o600
+
+
+def test_a_second_engine_on_the_same_files_is_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    with pytest.raises(SettingsError, match="in use by another engine"):
+        Rig(tmp_path)
+    rig.close()
+    Rig(tmp_path).close()
+
+
+def test_another_geometry_starts_empty(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.store(CHUNKS)
+    rig.close()
+    again = Rig(tmp_path, size=6 << 20)
+    assert again.found(*CHUNKS) == []
+    again.close()
+
+
+def test_no_room_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvstow.direct.volume.os.posix_fallocate", full)
+    with pytest.raises(SettingsError, match=r"direct\.size: no [\d,]+ bytes for .*set direct\.size lower"):
+        Rig(tmp_path)
+    assert file_of(tmp_path, 0).stat().st_size == SUPERBLOCK_BYTES, "what could be had is given back"
+    monkeypatch.undo()
+    Rig(tmp_path).close()
+
+
+def test_more_than_the_filesystem_has(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"direct\.size: no"):
+        Rig(tmp_path, size=1 << 50)
+
+
+@pytest.mark.parametrize("move", ["read", "write"])
+def test_an_error_of_the_device(tmp_path: Path, move: str) -> None:
+    rig = Rig(tmp_path, ranks=1)
+    assert rig.ranks[0].device is not None
+    media = rig.ranks[0].device._pipeline._media
+    bad = extent(rig, 0, 0)
+
+    def failing(real: Callable[[int, Sequence[memoryview], int], int]) -> Callable[..., int]:
+        def io(fd: int, views: Sequence[memoryview], offset: int) -> int:
+            if offset == bad:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(fd, views, offset)
+
+        return io
+
+    if move == "write":
+        media._pwritev = failing(media._pwritev)  # type: ignore[attr-defined]
+    else:
+        media._preadv = failing(media._preadv)  # type: ignore[attr-defined]
+    [end] = rig.store(CHUNKS)
+    if move == "read":
+        assert end.failed == ()
+        [end] = rig.load(TARGETS)
+    assert len(end.failed) == 1
+    assert f"direct storage (file) batched {move} failed" in str(end.error)
+    assert "Input/output error" in str(end.error)
+    assert len(rig.found(*CHUNKS)) == 7
+    rig.extents.check_integrity()
+    assert rig.extents._free[0] == 0, "the slot that failed is the last to be used again"
+    rig.close()
+
+
+def test_a_short_read_is_a_miss(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, ranks=1)
+    rig.store(CHUNKS)
+    os.truncate(file_of(tmp_path, 0), extent(rig, 0, 3) + 8192)
+    [end] = rig.load(TARGETS)
+    assert len(end.failed) == 5
+    assert "only 8192 of" in str(end.error) or "were read" in str(end.error)
+    assert len(rig.found(*CHUNKS)) == 3
+    rig.close()
