@@ -23,10 +23,10 @@ __all__ = ["Drive", "configure", "copies", "counted", "install", "install_rds", 
 
 def install() -> None:
     """Make ``device="rbln"`` and ``torch.rbln`` exist in this process. Again does nothing; there is no way back."""
-    there = getattr(torch, "rbln", None)
-    if (there is not None and not hasattr(there, "EMULATED")) or "torch_rbln" in sys.modules:
-        raise RuntimeError("the vendor's torch_rbln is loaded: it is not emulated over")
+    there = getattr(torch, "rbln", None) or sys.modules.get("torch_rbln")
     if there is not None:
+        if not hasattr(there, "EMULATED"):
+            raise RuntimeError("the vendor's torch_rbln is loaded: it is not emulated over")
         return
     torch.utils.rename_privateuse1_backend("rbln")
     torch.ops.load_library(str(build.library()))

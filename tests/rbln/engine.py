@@ -1,0 +1,121 @@
+"""The unmodified vllm-rbln on the emulated device, with kvstow's connector: ``python -m tests.rbln.engine CASE RESULT``,
+where CASE is JSON and the environment has the emulator (``tests/rbln/boot``). The tests next door judge the result.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+HOOKS = (
+    "register_kv_caches", "set_host_xfer_buffer_ops", "finalize_kv_cache_registration", "flush_deferred_load",
+    "handle_preemptions", "start_load_kv", "wait_for_save", "wait_for_layer_load", "save_kv_layer",
+)  # fmt: skip
+CONNECTOR = {
+    "kv_connector": "RBLNLMCacheConnectorV1", "kv_connector_module_path": "kvstow.vllm.rbln", "kv_role": "kv_both"
+}  # fmt: skip
+TOKENS = 6
+
+
+def watch_hooks() -> dict[str, int]:
+    """Count the calls of the connector's worker hooks."""
+    from kvstow.vllm.rbln import RBLNLMCacheConnectorV1 as Connector
+
+    calls: dict[str, int] = collections.Counter()
+
+    def watch(name: str) -> None:
+        hook = getattr(Connector, name)
+
+        def counted(self: object, *args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals["__name__"] != "kvstow.vllm.rbln":  # only what the engine calls
+                calls[name] += 1
+            return hook(self, *args, **kwargs)
+
+        setattr(Connector, name, counted)
+
+    for name in HOOKS:
+        watch(name)
+    return calls
+
+
+def watch_transfers() -> dict[str, int]:
+    """What the emulated device counts while a transfer of kvstow's runs, and nothing else does."""
+    from kvstow.device.rbln.device import RblnDevice
+    from tests.rbln import emulator
+
+    seen: dict[str, int] = collections.Counter()
+    start = RblnDevice._start
+
+    def watched(self: RblnDevice, ticket: int, transfers: Any, *, load: bool) -> None:
+        before = emulator.counted()
+        start(self, ticket, transfers, load=load)
+        self.fence([ticket])
+        for name, value in emulator.counted().items():
+            if value != before.get(name, 0):
+                seen[name] += value - before.get(name, 0)
+
+    RblnDevice._start = watched  # type: ignore[method-assign]
+    return seen
+
+
+class Lines(logging.Handler):
+    """kvstow's log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def make_engine(case: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        str(case["model"]), model_impl="vllm", dtype="bfloat16", seed=0, max_model_len=case["max_model_len"],
+        block_size=case["block_size"], max_num_batched_tokens=128, max_num_seqs=4, enforce_eager=case["eager"],
+        num_gpu_blocks_override=case["blocks"], enable_prefix_caching=case.get("prefix_caching", False),
+        kv_transfer_config=CONNECTOR if case.get("connector", True) else None,
+        additional_config={"use_custom_sampler": False} | case.get("additional_config", {}),
+    )  # fmt: skip
+
+
+def drain(llm: Any) -> None:
+    """Step an idle engine until nothing is on its way."""
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(100_000):
+        if not core.scheduler.has_requests():
+            return
+        core.step()
+    raise AssertionError("an idle engine was kept stepping")
+
+
+def main(case: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    log = Lines()
+    ours = logging.getLogger("kvstow")
+    ours.addHandler(log)
+    ours.setLevel(logging.INFO)
+    calls, seen = watch_hooks(), watch_transfers()
+    llm = make_engine(case)
+    answers = []
+    for prompt in case["prompts"]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        answers.append({"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0})
+        drain(llm)
+    return {"answers": answers, "hooks": calls, "transfers": seen, "log": log.lines}
+
+
+if __name__ == "__main__":
+    result = main(json.loads(sys.argv[1]))
+    Path(sys.argv[2]).write_text(json.dumps(result))

@@ -1,0 +1,135 @@
+"""Stand-ins for the vendor's modules that vllm-rbln imports: a compiler that runs the captured graph as it is, gloo for
+collectives, and placeholders for what is imported and never used. For processes of their own, before torch is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from pathlib import Path
+from typing import Any, Final
+
+VERSION: Final = "0.12.0"
+NPU_NAME: Final = "RBLN-CR03"  # vllm-rbln looks its memory up by the name
+DRIVE_VARIABLE: Final = "RBLN_EMULATED_DRIVE"  # a path: then there is rebel.rds
+DRIVE_BYTES: Final = 256 << 20
+
+
+class Placeholder:
+    """Takes any call and has any attribute; a decorator made of it returns what it decorates."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else Placeholder()
+
+    def __getattr__(self, name: str) -> Placeholder:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Placeholder()
+
+
+class PlaceholderModule(types.ModuleType):
+    __path__: Sequence[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        module = sys.modules.get(f"{self.__name__}.{name}")
+        if module is not None:
+            return module
+        made = type(name, (Placeholder,), {}) if name[:1].isupper() else Placeholder()
+        setattr(self, name, made)
+        return made
+
+
+def _run_as_it_is(graph: Any, inputs: object, **options: object) -> Callable[..., Any]:
+    forward: Callable[..., Any] = graph.forward
+    return forward
+
+
+KNOWN: Final[dict[str, dict[str, Any]]] = {
+    "rebel": {
+        "__version__": VERSION,
+        "EMULATED": True,
+        "get_npu_count": lambda: 1,
+        "get_npu_name": lambda *_: NPU_NAME,
+        "npu_is_available": lambda *_: True,
+    },
+    "rebel.core.torch_compile": {"rbln_backend": _run_as_it_is},
+}
+
+
+class RebelFinder(MetaPathFinder, Loader):
+    """Finds ``rebel`` and everything below it."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name == "rebel" or name.startswith("rebel."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return PlaceholderModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__dict__.update(KNOWN.get(module.__name__, {}))
+
+
+class AfterTorch(MetaPathFinder):
+    """Runs ``then`` once torch has been imported."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def find_spec(self, name: str, path: Any, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec("torch", path)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            self._then()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _torch_rbln() -> types.ModuleType:
+    module = types.ModuleType("torch_rbln", "EMULATED")
+    module.__dict__.update(__version__=VERSION, __path__=[], EMULATED=True)
+    module.__spec__ = importlib.machinery.ModuleSpec("torch_rbln", None, is_package=True)
+    return module
+
+
+def _collectives() -> None:
+    import torch.distributed as dist
+
+    def gloo(options: Any, _: object) -> Any:
+        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+
+    dist.Backend.register_backend("rbln-ccl", gloo, extended_api=True, devices=["rbln", "cpu"])
+
+
+def boot() -> None:
+    """Make this process one with an emulated NPU."""
+
+    def then() -> None:
+        from tests.rbln import emulator
+        from tests.rbln.emulator import operators
+
+        emulator.install()
+        sys.modules["torch_rbln"] = _torch_rbln()
+        operators.install()
+        _collectives()
+        if drive := os.environ.get(DRIVE_VARIABLE):
+            emulator.install_rds(Path(drive), DRIVE_BYTES)
+
+    sys.meta_path[:0] = [RebelFinder(), AfterTorch(then)]
