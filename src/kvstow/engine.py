@@ -22,6 +22,7 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from kvstow import frame
+from kvstow.cost import Costs
 from kvstow.index import Index
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout
@@ -31,6 +32,7 @@ from kvstow.runtime import Clock, Executor
 from kvstow.slots import Lease, Slots
 from kvstow.tier import Tier
 from kvstow.transfer.fetch import Fetches
+from kvstow.transfer.judge import Judge
 from kvstow.transfer.write import WriteThrough
 
 WAIT_SLICE_S: Final = 0.02  # drain waits on one executor at a time
@@ -53,9 +55,10 @@ class Lookup(NamedTuple):
 class Engine:
     """Owns the pool, the sealer and the tiers: ``close`` closes them.
 
-    ``fetch_deadline_s`` bounds all the waiting of one owner. ``work_deadline_s`` bounds how long an idle engine
-    stays ``busy`` for work that makes no progress. ``max_pinned_share`` of the pool's slots may be pinned by
-    write-through, and at most ``max_fetch_share`` be fetched for one owner.
+    ``fetch_deadline_s`` bounds all the waiting of one owner; None: what computing instead would take, as learned from
+    ``stepped``. A fetch of fewer than ``fetch_min_tokens`` is not started; None: as learned. ``work_deadline_s`` bounds
+    how long an idle engine stays ``busy`` for work that makes no progress. ``max_pinned_share`` of the pool's slots
+    may be pinned by write-through, and at most ``max_fetch_share`` be fetched for one owner.
     """
 
     def __init__(
@@ -68,7 +71,8 @@ class Engine:
         clock: Clock,
         metrics: Metrics,
         sealer: Executor,
-        fetch_deadline_s: float = 0.2,
+        fetch_deadline_s: float | None = None,
+        fetch_min_tokens: int | None = None,
         work_deadline_s: float = 30.0,
         max_pinned_share: float = 0.5,
         max_fetch_share: float = 0.5,
@@ -83,12 +87,14 @@ class Engine:
         self._work_deadline_s = work_deadline_s
         self._integrity_key = integrity_key
         self._index = Index(pool, policy, metrics)
+        self._costs = Costs(len(self._tiers), layout.chunk_tokens, min_tokens=fetch_min_tokens)
+        sizes = [group.frame_bytes for group in layout.groups]
         self._fetches = Fetches(
             self._index,
             self._tiers,
             clock=clock,
             metrics=metrics,
-            deadline_s=fetch_deadline_s,
+            judge=Judge(self._tiers, self._costs, sizes, clock=clock, metrics=metrics, deadline_s=fetch_deadline_s),
             max_slots=max(1, int(pool.slots * max_fetch_share)),
         )
         self._writes = WriteThrough(
@@ -130,9 +136,10 @@ class Engine:
         """``lookup``, and get what is missing from lower tiers. Idempotent and cheap to repeat.
 
         PENDING while a chunk that extends the run is on its way: asked for, read, or filled by a worker right now.
-        An owner waits at most ``fetch_deadline_s`` in all, counted from the first call that found a chunk missing;
-        after that, and after everything that could come has come, it gets HIT or MISS at once. Chunks fetched for
-        it are pinned until ``hold``, ``forget`` or its deadline.
+        An owner waits only for what is expected sooner than it could be computed, and at most ``fetch_deadline_s``
+        in all, counted from the first call that found a chunk missing; after that, and after everything that could
+        come has come, it gets HIT or MISS at once. Chunks fetched for it are pinned until ``hold``, ``forget`` or
+        its deadline.
         """
         wait = self._fetches.get(owner)
         if wait is None:
@@ -231,6 +238,17 @@ class Engine:
         self._pool.spoil(lease.slot)
 
     # --- time -----------------------------------------------------------------------------------------------------
+
+    @property
+    def learns(self) -> bool:
+        """Whether ``stepped`` is of any use."""
+        return bool(self._tiers)
+
+    def stepped(self, prefill_tokens: int, seconds: float) -> None:
+        """A step of vLLM took ``seconds`` and computed so many prompt tokens: what loading is measured against."""
+        self._costs.stepped(prefill_tokens, seconds)
+        if prefill_tokens and (each_s := self._costs.prefill_s) is not None:
+            self._metrics.gauge("prefill_seconds_per_token", each_s)
 
     def poll(self) -> None:
         """Take what workers have finished, and let deadlines pass. Call it every step."""

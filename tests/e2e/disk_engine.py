@@ -51,7 +51,7 @@ def damage(folder: Path) -> int:
 
 def main(folder: str, out: str, damaged: str) -> None:
     disk = {"paths": [folder], "size": "1GB", "min_free": 0}
-    extra = {"memory.size": "200MB", "disk": disk, "fetch_deadline_ms": 20_000}
+    extra = {"memory.size": "200MB", "disk": disk, "fetch": {"deadline_ms": 20_000, "min_tokens": 0}}
     llm = make_engine(str(tiny_llama()), extra, enable_prefix_caching=False)
     harmed = damage(Path(folder)) if damaged == "damage" else 0
     outputs = [run(llm, [prompt(LENGTH, seed)])[0] for seed in range(PROMPTS)]

@@ -198,7 +198,7 @@ def counts(name: str, **labels: str) -> Effects:
          "log"),
         ([STORES, {**ASKS, **counts("corrupt_chunks_total", tier="disk")}], "corrupt", "disk"),
         ([STORES, {**ASKS, **counts("fetch_deadline_exceeded_total", tier="disk")}], "fetch_deadline",
-         "fetch_deadline_ms"),
+         "fetch.deadline_ms"),
         ([{**STORES, **counts("evicted_chunks_total", tier="memory")}, ASKS], "evicted", "memory.size"),
         ([STORES, ASKS], "missed", "kvstow namespaces"),
     ],

@@ -32,6 +32,7 @@ from kvstow.settings import (
 from kvstow.settings.machine import Holder, tightest_memory
 from kvstow.settings.machine import Memory as HostMemory
 from kvstow.settings.schema import Leaf
+from kvstow.settings.sections.fetch import Fetch
 from kvstow.settings.sections.kinds import SECRET
 from kvstow.settings.sources import CONFIG_FILE, EXTRA_CONFIG, Effective, value_of
 from kvstow.settings.values import Options
@@ -41,9 +42,10 @@ from kvstow.settings.yamlfile import parse_yaml
 SENTINELS: dict[str, tuple[str, Any, Any]] = {
     "chunk_size": ("4096", 4096, 4096),
     "save_decode": ("true", True, True),
-    "fetch_deadline_ms": ("321", 321, 321),
     "priority_limit": ("-3", -3, -3),
     "integrity_key_file": ("/run/kv.key", "/run/kv.key", "/run/kv.key"),
+    "fetch.deadline_ms": ("321", 321, 321),
+    "fetch.min_tokens": ("0", 0, 0),
     "memory.size": ("7GiB", "7GiB", 7 << 30),
     "memory.policy": ("s3fifo", "s3fifo", "s3fifo"),
     "memory.pool_dir": ("/dev/shm", "/dev/shm", "/dev/shm"),
@@ -141,14 +143,14 @@ def test_o2_every_setting_takes_effect_from_every_source(key: str, yaml_file: di
 
 
 def test_precedence_rises_from_file_to_environment_to_extra_config(yaml_file: dict[str, str]) -> None:
-    yaml_file["f"] = "chunk_size: 1\nfetch_deadline_ms: 1\nmemory:\n  size: 1GB\n  policy: s3fifo\n"
+    yaml_file["f"] = "chunk_size: 1\nfetch.deadline_ms: 1\nmemory:\n  size: 1GB\n  policy: s3fifo\n"
     env = {"KVSTOW_FETCH_DEADLINE_MS": "2", "KVSTOW_MEMORY_SIZE": "2GB"}
     effective = parse("f", env, {"memory": {"size": "3GB"}})
     memory = Memory(size=3 * 10**9, policy="s3fifo")
-    assert effective.settings == Settings(chunk_size=1, fetch_deadline_ms=2, memory=memory)
+    assert effective.settings == Settings(chunk_size=1, fetch=Fetch(deadline_ms=2), memory=memory)
     assert {k: s for k, s in effective.sources.items() if s != "default" or k.startswith("memory.")} == {
         "chunk_size": "f",
-        "fetch_deadline_ms": "KVSTOW_FETCH_DEADLINE_MS",
+        "fetch.deadline_ms": "KVSTOW_FETCH_DEADLINE_MS",
         "memory.size": EXTRA_CONFIG,
         "memory.policy": "f",
         "memory.pool_dir": "default",
@@ -245,8 +247,8 @@ def test_o1_nothing_near_lists_what_is_valid() -> None:
         ("save_decode", "true", "true or false"),
         ("save_decode", 1, "true or false"),
         ("save_decode", None, "true or false"),
-        ("fetch_deadline_ms", -1, "integer from 0 to 60000"),
-        ("fetch_deadline_ms", 1 << 70, "integer from 0 to 60000"),
+        ("fetch.deadline_ms", -1, "auto or integer from 0 to 60000"),
+        ("fetch.deadline_ms", 1 << 70, "auto or integer from 0 to 60000"),
         ("memory.size", "5 giraffes", "size"),
         ("memory.size", None, "size"),
         ("memory.size", True, "size"),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from kvstow.build.engine import fetch_deadline_s
 from kvstow.build.policies import POLICIES
 from kvstow.build.tiers import asked_for
 from kvstow.direct.extents import Extents
@@ -130,7 +131,7 @@ def _engine(settings: Settings, extents: Extents, layout: ChunkLayout, clock: Cl
         clock=clock,
         metrics=metrics,
         sealer=ThreadExecutor("seal"),
-        fetch_deadline_s=settings.fetch_deadline_ms / 1e3,
+        fetch_deadline_s=fetch_deadline_s(settings),
     )
 
 

@@ -50,6 +50,11 @@ def check(settings: Settings, layout: ChunkLayout, *, facts: HostFacts | None = 
     check_host(settings, facts or host_facts(settings.memory.pool_dir), engines)
 
 
+def fetch_deadline_s(settings: Settings) -> float | None:
+    """The fixed bound on a request's wait; None: it is learned."""
+    return None if settings.fetch.deadline_ms == "auto" else settings.fetch.deadline_ms / 1e3
+
+
 def copy_executor() -> Executor:
     """The one thread of a worker's device: copies end in the order in which they were asked for."""
     return ThreadExecutor("copy")
@@ -85,7 +90,8 @@ def build_engine(
         clock=clock,
         metrics=metrics,
         sealer=sealer or ThreadExecutor("seal"),
-        fetch_deadline_s=settings.fetch_deadline_ms / 1e3,
+        fetch_deadline_s=fetch_deadline_s(settings),
+        fetch_min_tokens=None if settings.fetch.min_tokens == "auto" else settings.fetch.min_tokens,
         integrity_key=integrity_key(settings),
     )
     background = background or ThreadExecutor("prefault")

@@ -94,7 +94,7 @@ _IGNORED: Final = {
         "internal_api_server_include_index_list internal_api_server_socket_path_prefix script_allowed_imports "
         "run_script_api_enabled"
     ),
-    "vLLM's scheduler looks up in its own process, and asks the tiers themselves; fetch_deadline_ms bounds a request's "
+    "vLLM's scheduler looks up in its own process, and asks the tiers themselves; fetch.deadline_ms bounds a request's "
     "wait": "external_lookup_client lookup_timeout_ms lookup_server_worker_ids enable_scheduler_bypass_lookup",
     "kvstow leaves Python's garbage collector alone": "py_enable_gc",
     "what a load holds ends with the load, not by a timer": "pin_timeout_sec pin_check_interval_sec",

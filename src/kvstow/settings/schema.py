@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from kvstow.settings.sections.direct import Direct
 from kvstow.settings.sections.disk import Disk
+from kvstow.settings.sections.fetch import Fetch
 from kvstow.settings.sections.kinds import NAMES, OPTIONS, PATHS, SECRET, SIZE
 from kvstow.settings.sections.memory import Memory
 from kvstow.settings.sections.plugins import Plugins
@@ -36,15 +37,6 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bool,
         Meta(description="Store chunks of generated tokens too, not only of prompts; for conversations that continue."),
     ] = False
-    fetch_deadline_ms: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=60_000,
-            description="The longest that a request waits, in all, for chunks that only a lower tier holds. "
-            "Then it goes on with what has arrived and computes the rest.",
-        ),
-    ] = 200
     priority_limit: Annotated[
         Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None,
         Meta(
@@ -60,6 +52,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "neither forge nor swap KV. The same key in all engines that share a tier. Unset: checksums only."
         ),
     ] = None
+    fetch: Fetch = Fetch()
     memory: Memory = Memory()
     disk: Disk = Disk()
     direct: Direct = Direct()

@@ -1,75 +1,35 @@
-"""Fetching from lower tiers into the pool: one flight a key whoever asks, one total deadline an owner.
+"""Fetching from lower tiers into the pool: one flight a key whoever asks, one bounded wait an owner.
 
 A missing key gets a *flight*: it asks the tiers in order (all keys of a call in one probe), and once a tier has it
 and everything before it is on its way, it is read into a slot. Owners that want the same key share the flight. An
 owner's *wait* walks its keys in order (``_pump``), starts what may start, and stops at the first hole, because
 nothing behind a hole is of use. A key that no tier could give ends its flight; the same owner never asks again.
+
+What is worth waiting for, and for how long, ``Judge`` says: before a tier is asked, when its answer is there, and when
+an owner's patience ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
+from typing import NamedTuple
 
 from kvstow.index import MEMORY, Got, Index
 from kvstow.key import ChunkKey
 from kvstow.metrics import Metrics
-from kvstow.pool import Lease
 from kvstow.runtime import Clock
-from kvstow.transfer.base import Call, Lower
+from kvstow.transfer.base import Lower
+from kvstow.transfer.judge import Judge
+from kvstow.transfer.wait import NOBODY, Flight, Read, Stage, Wait
 
 
-class Stage(Enum):
-    ASKING = "asking"
-    FOUND = "found"  # tier ``tier`` has it; not being read yet
-    READING = "reading"
+class Run(NamedTuple):
+    """The chunks that an owner could have, from its cursor up to the first that no tier is known to hold."""
 
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """One missing key on its way. Without waits it is nobody's any more, and ends as soon as it can."""
-
-    key: ChunkKey
-    stage: Stage = Stage.ASKING
-    tier: int = -1  # index of the tier that is asked, has it, or is read
-    waits: dict[Wait, None] = field(default_factory=dict)
-    read: Read | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Read:
-    """One read call: the flights and the leases on the slots it fills."""
-
-    flights: list[Flight]
-    leases: list[Lease]
-    call: Call | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """What one owner waits for. ``over``: past its deadline, or the cache was reset; it starts nothing more."""
-
-    owner: str
-    deadline_s: float
-    began_s: float
-    keys: Sequence[ChunkKey] = ()
-    start: int = 0
-    cursor: int = 0  # everything before it was resident when the walk came by
-    front: int = 0  # everything before it was resident or being read: where the walk goes on
-    asked: set[ChunkKey] = field(default_factory=set)
-    leases: dict[ChunkKey, Lease] = field(default_factory=dict)
-    origins: dict[str, int] = field(default_factory=dict)  # chunks fetched for this owner, by tier
-    pending: bool = False
-    blocked: bool = False  # wants a slot or room in flight
-    over: bool = False
-    seen_version: int = -1
-
-    def asks(self, keys: Sequence[ChunkKey], start: int) -> bool:
-        """Whether ``keys`` from ``start`` are what it waits for. A prompt's last key names all of it."""
-        mine = self.keys
-        return start == self.start and len(mine) == len(keys) and (mine is keys or not mine or mine[-1] == keys[-1])
+    ready_s: list[float | None]  # until each is here
+    flights: list[Flight]  # those that some tier has, in order
+    unanswered: bool  # what comes next, a tier is still asked for
 
 
 class Fetches:
@@ -82,18 +42,18 @@ class Fetches:
         *,
         clock: Clock,
         metrics: Metrics,
-        deadline_s: float,
+        judge: Judge,
         max_slots: int,
     ) -> None:
         self._index = index
         self._tiers = tiers
         self._clock = clock
         self._metrics = metrics
-        self._deadline_s = deadline_s
+        self._judge = judge
         self._max_slots = max_slots
         self._flights: dict[ChunkKey, Flight] = {}
         self._waits: dict[str, Wait] = {}
-        self._open: dict[Wait, None] = {}  # not over; oldest first, and so in order of deadline
+        self._open: dict[Wait, None] = {}  # not over, oldest first
         self._dirty: dict[Wait, None] = {}
 
     def get(self, owner: str) -> Wait | None:
@@ -102,22 +62,26 @@ class Fetches:
     # --- owners ---------------------------------------------------------------------------------------------------
 
     def ask(self, owner: str, keys: Sequence[ChunkKey], start: int) -> Wait:
-        """Wait for ``keys[start:]``. Asked before: the deadline stays; only keys new to this owner are looked for."""
+        """Wait for ``keys[start:]``. Asked before: its limit stays; only keys new to this owner are looked for."""
         wait = self._waits.get(owner)
+        new = wait is None
         if wait is None:
             now = self._clock.monotonic()
-            wait = self._waits[owner] = Wait(owner, now + self._deadline_s, now)
+            wait = self._waits[owner] = Wait(owner, now, now, now)
             self._open[wait] = None
-        wait.keys, wait.start, wait.cursor, wait.front = list(keys), start, start, start
-        wait.seen_version = -1
+        wait.keys, wait.start, wait.cursor, wait.front, wait.end = list(keys), start, start, start, len(keys)
+        wait.undecided, wait.seen_version = True, -1
         if not wait.over:
+            self._advance(wait)
+            if new:
+                self._judge.begin(wait, len(keys) - wait.cursor)
             self._look_for(wait)
         return wait
 
     def _look_for(self, wait: Wait) -> None:
         """Join or begin a flight for each key that is missing and new to ``wait``."""
         fresh: list[Flight] = []
-        for key in wait.keys[wait.start :] if self._tiers else ():
+        for key in wait.keys[wait.cursor :] if self._tiers else ():
             if len(wait.asked) >= self._max_slots:
                 break
             if key in wait.asked or self._index.resident(key):
@@ -130,6 +94,7 @@ class Fetches:
             if flight is not None and not self._tiers[flight.tier].usable:
                 if flight.stage is Stage.READING:
                     continue  # a hung call fills its slot: a miss for whoever comes now
+                self._judge.unpromise(flight)
                 flight = None
             if flight is None:
                 flight = self._flights[key] = Flight(key)
@@ -158,7 +123,7 @@ class Fetches:
         if not self._open:
             return
         now = self._clock.monotonic()
-        while self._open and (wait := next(iter(self._open))).deadline_s <= now:
+        for wait in [wait for wait in self._open if wait.deadline_s <= now]:
             self._expire(wait)
         self._dirty.update((wait, None) for wait in self._open if wait.blocked)
         self._run()
@@ -168,13 +133,30 @@ class Fetches:
         for wait in list(self._open):
             self._leave(wait)
         self._flights.clear()
+        self._judge.reset()
 
     def _expire(self, wait: Wait) -> None:
-        if wait.pending:
+        if wait.pending and wait.explores == NOBODY:
+            if self._goes_on(wait):
+                return
             stuck = next((f for k in wait.keys if (f := self._flights.get(k)) and wait in f.waits), None)
             tier = MEMORY if stuck is None or stuck.stage is Stage.FOUND else self._tiers[stuck.tier].name
             self._metrics.count("fetch_deadline_exceeded", tier=tier)
         self._leave(wait)
+
+    def _goes_on(self, wait: Wait) -> bool:
+        """At the end of its patience: whether something has come, and the rest is still worth its wait."""
+        if self._clock.monotonic() >= wait.limit_s or not self._judge.stirred(wait.looked_s):
+            return False
+        run = self._survey(wait)
+        chunks = self._judge.still(run.ready_s)
+        if chunks == 0:
+            return False
+        wait.end = min(wait.end, wait.cursor + chunks)
+        self._judge.renew(wait, run.ready_s)
+        self._dirty[wait] = None
+        self._run()
+        return True
 
     def _leave(self, wait: Wait) -> None:
         wait.over = True
@@ -192,10 +174,12 @@ class Fetches:
     def _abandon(self, flight: Flight) -> None:
         """Nobody waits for it. What a worker has begun ends on its own and is an ordinary cached chunk then."""
         if flight.stage is Stage.FOUND:
+            self._judge.unpromise(flight)
             del self._flights[flight.key]
         read = flight.read
         if read is None or read.call is None or any(f.waits for f in read.flights) or not read.call.cancel():
             return
+        self._judge.gone(flight.tier, read)
         for each, lease in zip(read.flights, read.leases, strict=True):
             lease.release()
             self._end(each)
@@ -205,18 +189,23 @@ class Fetches:
     def _run(self) -> None:
         """Walk every wait that something changed for, older ones first."""
         while self._dirty:
-            waits = sorted(self._dirty, key=lambda wait: wait.deadline_s)
+            waits = sorted(self._dirty, key=lambda wait: wait.began_s)
             self._dirty.clear()
             for wait in waits:
                 self._pump(wait)
 
     def _pump(self, wait: Wait) -> None:
         """Start what may start for ``wait``, in order, up to the first hole."""
+        if wait.over:
+            return
         found: dict[int, list[Flight]] = {}
         room: dict[int, int] = {}
         wait.blocked = False
         pending = self._advance(wait)
-        for i in range(wait.front, len(wait.keys)):
+        if wait.undecided:
+            self._decide(wait)
+        pending = pending or wait.unanswered
+        for i in range(wait.front, wait.end):
             key = wait.keys[i]
             if self._index.resident(key):
                 wait.front += wait.front == i
@@ -248,6 +237,77 @@ class Fetches:
         self._set_pending(wait, pending)
         wait.seen_version = self._index.version
 
+    def _decide(self, wait: Wait) -> None:
+        """A tier has answered: how much of what it has is worth waiting for."""
+        run = self._survey(wait)
+        wait.undecided, wait.unanswered, wait.end = False, run.unanswered, len(wait.keys)
+        first = next((f for f in run.flights if f.stage is Stage.FOUND and not f.promised), None)
+        first = first or next(iter(run.flights), None)
+        if first is None:
+            return
+        chunks = self._judge.plan(wait.owner, first, run.ready_s)
+        wait.end = wait.cursor + chunks
+        if chunks:
+            wanted = set(wait.keys[wait.cursor : wait.end])
+            for flight in run.flights:
+                if flight.stage is Stage.FOUND and flight.key in wanted:
+                    self._judge.promise(flight)
+            self._judge.renew(wait, run.ready_s[:chunks])
+        elif not run.unanswered:
+            self._explore(run.flights)
+
+    def _survey(self, wait: Wait) -> Run:
+        ready_s: list[float | None] = []
+        flights: list[Flight] = []
+        mine: dict[int, int] = {}  # chunks that nobody has decided on yet, by tier
+        paces: dict[int, tuple[float | None, float]] = {}
+        for key in wait.keys[wait.cursor :]:
+            filling = self._index.filling(key)
+            if self._index.resident(key) or (filling is not None and not filling.fetching):
+                ready_s.append(0.0)
+                continue
+            flight = self._flights.get(key)
+            if flight is None or wait not in flight.waits:
+                break
+            if flight.stage is Stage.ASKING:
+                return Run(ready_s, flights, True)
+            flights.append(flight)
+            tier = flight.tier
+            if flight.read is not None and flight.stage is Stage.READING:
+                ready_s.append(self._judge.due_s(tier, flight.read))
+                continue
+            if tier not in paces:
+                paces[tier] = self._judge.pace_s(tier, key.group)
+            mine[tier] = mine.get(tier, 0) + (not flight.promised)
+            begin_s, each_s = paces[tier]
+            ready_s.append(None if begin_s is None else begin_s + each_s * mine[tier])
+        return Run(ready_s, flights, False)
+
+    def _explore(self, flights: Sequence[Flight]) -> None:
+        """Read a chunk or a few of a tier that decisions went against, for nobody, to learn how fast it is now."""
+        tier = self._judge.due_to_explore()
+        if tier is None:
+            return
+        now = self._clock.monotonic()
+        wait = Wait("", now, now, now, undecided=False)
+        fresh: list[Flight] = []
+        keys: list[ChunkKey] = []
+        for key in [flight.key for flight in flights][: self._judge.explores(tier)]:
+            flight = self._flights.get(key)
+            if flight is None and self._index.absent((key,)):
+                flight = self._flights[key] = Flight(key, tier=tier - 1)
+                fresh.append(flight)
+            elif flight is None or flight.tier != tier or flight.stage is not Stage.FOUND:
+                break
+            flight.waits[wait] = None
+            wait.asked.add(key)
+            keys.append(key)
+        if keys:
+            wait.keys, wait.end = keys, len(keys)
+            self._judge.explore(tier, wait)
+            self._open[wait] = self._dirty[wait] = None
+            self._ask_next(fresh)
+
     def _advance(self, wait: Wait) -> bool:
         """Take note of what has become resident. True: the next chunk is being read.
 
@@ -265,35 +325,57 @@ class Fetches:
         return False
 
     def _set_pending(self, wait: Wait, pending: bool) -> None:
-        if pending and not wait.pending:
-            self._metrics.count("waits")
-        if wait.pending and not pending:
-            self._metrics.observe("wait_seconds", self._clock.monotonic() - wait.began_s)
+        ended, begun = wait.pending and not pending, pending and not wait.pending
         wait.pending = pending
+        if wait.explores != NOBODY:
+            if not pending and not wait.over:
+                self._leave(wait)
+        elif begun:
+            self._metrics.count("waits")
+        elif ended:
+            self._metrics.observe("wait_seconds", self._clock.monotonic() - wait.began_s)
+            self._judge.keep(wait)
 
     def _ask_next(self, flights: Iterable[Flight]) -> None:
         """Ask each flight's next usable tier; a flight without one ends."""
         asks: dict[int, list[Flight]] = {}
+        ended: list[Flight] = []
         for flight in flights:
+            self._judge.unpromise(flight)
             tier = flight.tier + 1
             while tier < len(self._tiers) and not self._tiers[tier].usable:
                 tier += 1
             if tier == len(self._tiers) or not flight.waits:
                 self._end(flight)
+                ended.append(flight)
             else:
                 flight.tier, flight.stage, flight.read = tier, Stage.ASKING, None
                 asks.setdefault(tier, []).append(flight)
         for tier, asked in asks.items():
             keys = [flight.key for flight in asked]
-            if self._tiers[tier].probe(keys, partial(self._answered, asked)) is None:
+            then = partial(self._answered, tier, asked, self._clock.monotonic())
+            if not self._worth_asking(tier, asked) or self._tiers[tier].probe(keys, then) is None:
                 self._ask_next(asked)
+        if ended:
+            self._explore(ended)
 
-    def _answered(self, flights: Sequence[Flight], found: Sequence[bool]) -> None:
+    def _worth_asking(self, tier: int, flights: Sequence[Flight]) -> bool:
+        waits = flights[0].waits
+        for wait in waits:
+            if wait.explores != NOBODY:
+                return wait.explores == tier
+        gained = max(len(wait.keys) - wait.cursor for wait in waits)
+        return self._judge.worth_asking(tier, len(flights), flights[0].key.group, gained)
+
+    def _answered(self, tier: int, flights: Sequence[Flight], asked_s: float, found: Sequence[bool]) -> None:
+        self._judge.answered(tier, asked_s)
         missed = []
         for flight, held in zip(flights, found, strict=True):
             if self._flights.get(flight.key) is not flight:
                 continue
-            self._dirty.update(flight.waits)
+            for wait in flight.waits:
+                wait.undecided = wait.explores == NOBODY
+                self._dirty[wait] = None
             if held and flight.waits:
                 flight.stage = Stage.FOUND
             else:
@@ -319,26 +401,32 @@ class Fetches:
                 lease = self._index.reserve(flight.key, b"", 0, fetching=True)
                 if lease is None:
                     break
+                self._judge.unpromise(flight)
                 flight.stage, flight.read = Stage.READING, read
                 read.flights.append(flight)
                 read.leases.append(lease)
-            if not self._read(source, read):
+            if not self._read(tier, read):
                 break
         return all(flight.stage is not Stage.FOUND for flight in flights)
 
-    def _read(self, source: Lower, read: Read) -> bool:
+    def _read(self, tier: int, read: Read) -> bool:
         if not read.flights:
             return False
         items = [(flight.key, lease) for flight, lease in zip(read.flights, read.leases, strict=True)]
-        read.call = source.read(items, partial(self._arrived, source, read))
+        self._judge.submitted(tier, read)
+        read.call = self._tiers[tier].read(items, partial(self._arrived, tier, read))
         if read.call is not None:
             return True
+        self._judge.gone(tier, read)
         for flight, lease in zip(read.flights, read.leases, strict=True):
             lease.release()
             flight.stage, flight.read = Stage.FOUND, None
+            self._judge.promise(flight)
         return False
 
-    def _arrived(self, source: Lower, read: Read, good: Sequence[Got]) -> None:
+    def _arrived(self, tier: int, read: Read, good: Sequence[Got]) -> None:
+        self._judge.ended(tier, read, whole=all(good))
+        name = self._tiers[tier].name
         failed = []
         for flight, lease, ok in zip(read.flights, read.leases, good, strict=True):
             if ok and self._index.publish(lease, lossy=ok is Got.LOSSY) is not None:
@@ -346,7 +434,7 @@ class Fetches:
                     pin = self._index.pin(flight.key)
                     if pin is not None:
                         wait.leases[flight.key] = pin
-                        wait.origins[source.name] = wait.origins.get(source.name, 0) + 1
+                        wait.origins[name] = wait.origins.get(name, 0) + 1
                 self._end(flight)
             elif self._flights.get(flight.key) is flight:
                 failed.append(flight)

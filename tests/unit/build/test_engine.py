@@ -81,7 +81,14 @@ def test_o2_memory_settings_reach_the_pool_and_the_policy(monkeypatch: pytest.Mo
 
 
 def test_o2_the_deadline_reaches_the_engine_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Spy(monkeypatch, fetch_deadline_ms=321).engine["fetch_deadline_s"] == pytest.approx(0.321)
+    assert Spy(monkeypatch, fetch__deadline_ms=321).engine["fetch_deadline_s"] == pytest.approx(0.321)
+    assert Spy(monkeypatch).engine["fetch_deadline_s"] is None
+
+
+def test_o2_the_least_tokens_to_load_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Spy(monkeypatch, fetch__min_tokens=0).engine["fetch_min_tokens"] == 0
+    assert Spy(monkeypatch, fetch__min_tokens=512).engine["fetch_min_tokens"] == 512
+    assert Spy(monkeypatch).engine["fetch_min_tokens"] is None
 
 
 def test_what_is_passed_in_is_what_the_engine_gets(monkeypatch: pytest.MonkeyPatch) -> None:

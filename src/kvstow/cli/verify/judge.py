@@ -131,7 +131,7 @@ def _not_found(seen: Seen, whole: Readings, second: Readings) -> Verdict:
     causes = (
         (Code.FAILED, second.by(FAILED, "tier", "reason"), "transfers failed", "vLLM's log says why"),
         (Code.CORRUPT, second.by(CORRUPT, "tier"), "chunks came back damaged", "suspect the disk or the memory"),
-        (Code.DEADLINE, second.by(DEADLINE, "tier"), "reading took too long", "set fetch_deadline_ms to more"),
+        (Code.DEADLINE, second.by(DEADLINE, "tier"), "reading took too long", "set fetch.deadline_ms to more"),
         (Code.BYPASSED, dict(_open(seen.after)), "a tier is bypassed", "see `kvstow doctor`, and vLLM's log"),
         (Code.EVICTED, whole.by(EVICTED, "tier"), "chunks had to make room", "set memory.size to more"),
     )
