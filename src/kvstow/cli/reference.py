@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvstow.metrics import METRICS
+from kvstow.settings.lmcache_keys import ALIASES, EXTRA_KEYS, EXTRA_MAPPED, KEYS, Fate, Key
 from kvstow.settings.schema import leaves
 
 _SETTINGS: Final = """\
@@ -68,6 +69,36 @@ and restored by kvstow.
 | metric | kind | labels | meaning |
 |---|---|---|---|
 """
+
+_LMCACHE: Final = """\
+# LMCache's keys
+
+<!-- Generated: `kvstow reference lmcache > docs/reference/lmcache.md` -->
+
+What becomes of each key of LMCache's configuration (0.5), in `LMCACHE_CONFIG_FILE`, as `LMCACHE_…` variable, or as
+`lmcache.…` in `kv_connector_extra_config`, when kvstow runs under the name of [LMCache's
+connector](../how-to/from-lmcache.md).
+
+- **mapped**: it becomes a [setting](settings.md) of kvstow's.
+- **refused**: asking for it stops the start, because without it vLLM would do something else than you count on. Its off
+  value is fine.
+- **ignored**: it changes nothing, and one line in the log says so and why.
+
+A key that LMCache doesn't have is ignored too, with a warning that names the nearest.
+
+| key | | |
+|---|---|---|
+"""
+
+
+def lmcache_page() -> str:
+    """``docs/reference/lmcache.md``."""
+    extra = [Key(name, Fate.MAPPED, why) for name, why in EXTRA_MAPPED.items()] + [*EXTRA_KEYS.values()]
+    tables = ("\n".join(f"| `{k.name}` | {k.fate} | {k.why} |" for k in keys) for keys in (KEYS.values(), extra))
+    also = ", ".join(f"`{old}` ({new})" for old, new in ALIASES.items())
+    return "\n\n## Keys of `extra_config`\n\n| key | | |\n|---|---|---|\n".join(tables).join(
+        (_LMCACHE, f"\n\n## Older names\n\n{also}.\n")
+    )
 
 
 def settings_page() -> str:

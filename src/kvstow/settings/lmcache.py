@@ -290,7 +290,7 @@ class _Translator:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise SettingsError("LMCache's extra_config: rds_buffer_size: expected MiB, an integer from 1 up")
             self._set("direct.staging_size", size * MIB * self._workers, "extra_config")
-            self._say(f"rds_buffer_size {size} MiB is of each of {self._workers} workers, direct.staging_size of all")
+            self._say(f"rds_buffer_size is MiB of each worker: {size} MiB x {self._workers} = direct.staging_size of all")
 
     def _from_extra(self, name: str, key: str) -> None:
         if name in self._extra:
@@ -303,8 +303,8 @@ class _Translator:
         total = int(each * GIB) * self._workers
         if total:
             self._say(
-                f"{name} is GiB of each worker, kvstow's sizes are per engine: {key} is {format_size(total)}, "
-                f"{each:g} GiB for each of {self._workers}"
+                f"{name} is GiB of each worker, kvstow's sizes are per engine: {each:g} GiB x {self._workers} = "
+                f"{key} {format_size(total)}"
             )
         return total
 
