@@ -32,7 +32,7 @@ class FakeArea:
 
 
 class FakeRds:
-    """``api`` is what ``kvstow.direct.rds.load`` gives. ``nvme_bytes``: what there is; ``fail``: every transfer does."""
+    """``api`` is what ``kvstow.direct.rds.load`` gives. ``fail``: every transfer does."""
 
     def __init__(self, nvme_bytes: int = 1 << 30) -> None:
         self.areas: dict[int, FakeArea] = {}

@@ -34,7 +34,8 @@ class Rig:
     def __init__(self, sample: int = 64, **fake: int) -> None:
         self.rds = FakeRds(**fake)
         self.staged = [
-            SimpleNamespace(page=FakeArea(self.rds, HEADER_BYTES), payload=FakeArea(self.rds, PAYLOAD)) for _ in range(2)
+            SimpleNamespace(page=FakeArea(self.rds, HEADER_BYTES), payload=FakeArea(self.rds, PAYLOAD))
+            for _ in range(2)
         ]
         self.media = RdsMedia(self.rds.api, 0, 1, self.staged, EXTENT, sample)
 
@@ -136,7 +137,8 @@ def test_misaligned(extent: Extent) -> None:
 
 
 @pytest.mark.parametrize(
-    ("available", "devices", "why"), [(False, 1, "is_available"), (True, 0, "no device"), (None, 0, "can't be imported")]
+    ("available", "devices", "why"),
+    [(False, 1, "is_available"), (True, 0, "no device"), (None, 0, "can't be imported")],
 )
 def test_load_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, available: bool | None, devices: int, why: str
