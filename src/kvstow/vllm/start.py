@@ -111,9 +111,7 @@ def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Work
     specs = device_specs(kv_cache_config)
     backends = attention_backends(vllm_config, [name for group in specs for name in group])
     backends += rbln_config.numerics(vllm_config)
-    log_loads = _transfer(vllm_config).kv_connector in LMCACHE_NAMES  # its users are told to look for the line
-    make_device = partial(_make_device, vllm_config)
-    return WorkerSide(make_device, specs, rank, shard, _host(), backends, log_loads=log_loads)
+    return WorkerSide(partial(_make_device, vllm_config), specs, rank, shard, _host(), backends)
 
 
 def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

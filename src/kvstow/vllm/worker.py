@@ -31,8 +31,7 @@ class _Open:
 
 
 class WorkerSide:
-    """``rank`` is ``(pp_rank, tp_rank)``; ``make_device`` gives the device for a torch device type such as "cpu";
-    with ``log_loads`` each load is a line as LMCache writes it."""
+    """``rank`` is ``(pp_rank, tp_rank)``; ``make_device`` gives the device for a torch device type such as "cpu"."""
 
     def __init__(
         self,
@@ -42,8 +41,6 @@ class WorkerSide:
         shard: tuple[int, int],
         host: str,
         backends: str,
-        *,
-        log_loads: bool = False,
     ) -> None:
         self._make_device = make_device
         self._specs = specs
@@ -51,7 +48,6 @@ class WorkerSide:
         self._shard = shard
         self._host = host
         self._backends = backends
-        self._log_loads = log_loads
         self._device: Device | None = None
         self._kv_device = torch.device("cpu")
         self._groups: tuple[GroupPages, ...] = ()
@@ -98,6 +94,7 @@ class WorkerSide:
     def bind(self, meta: StepMeta) -> None:
         """A new step's metadata."""
         self._stores_submitted = False
+        self._report.step = meta.step
         self._finishing.update(meta.finishing)
         for job in meta.stores:  # from now on: with speculative decoding vLLM takes the step's ends before it saves
             self._storing.setdefault(job.req_id, set()).add(job.job)
@@ -163,19 +160,11 @@ class WorkerSide:
                 for copy in job.copies[min(finished.failed) :]:
                     self._lost_blocks.update(copy.block_ids)
             self._lost_blocks.update(job.lost)
-            if self._log_loads:
-                self._log_load(job, min(finished.failed, default=len(job.copies)))
             return
         jobs = self._storing[job.req_id]
         jobs.discard(job.job)
         if not jobs:
             del self._storing[job.req_id]
-
-    def _log_load(self, job: Job, good: int) -> None:
-        blocks = [len(copy.block_ids) for copy in job.copies]
-        tokens = self._groups[0].block_tokens
-        got, wanted = sum(blocks[:good]) * tokens, (sum(blocks) + len(job.lost)) * tokens
-        logger.info("Retrieved %d out of %d required tokens (request %s)", got, wanted, job.req_id)
 
     def _say(self, error: str) -> None:
         logger.error("%s", error)
@@ -204,7 +193,7 @@ class WorkerSide:
     def take_report(self) -> WorkerMeta | None:
         """What the scheduler must hear; None when there is nothing."""
         report = self._report
-        if not report.jobs and not report.mounted and not report.errors:
+        if not report.jobs and not report.mounted and not report.errors and not report.step:
             return None
         self._report = WorkerMeta()
         return report
