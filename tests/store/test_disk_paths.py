@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -119,6 +119,37 @@ def test_a_directory_moved_away_and_back(moved: tuple[Two, Path]) -> None:
     two.recover()
     assert two.read_all() == [True] * len(MANY)
     assert put(two.store, make_key(1000 + two.dying[0]), 5)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_full_directory_is_in_use_again_when_it_has_room_for_a_chunk_not_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, direct: bool
+) -> None:
+    """Others fill it. An empty file, which a trial without direct I/O made, has room on any disk."""
+    with tmpfs(tmp_path / "mount", "8m") as path, caplog.at_level(logging.WARNING, "kvstow"):
+        clock = ManualClock()
+        store = disk(tmp_path / "stays", path, clock=clock, direct=direct)
+        store.scan()
+        filler = path / "of others"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(CHUNK))
+        os.truncate(filler, filler.stat().st_size - CHUNK // 2)
+        theirs = [i for i in range(100) if make_key(i).digest()[-4] % 2]
+        for i in theirs[:FAILURES]:
+            assert write_one(store, make_key(i), value_of(i, CHUNK)) is REJECTED
+        assert store.paths_down() == 1
+        for _ in range(3):
+            clock.advance(RETRY_S)
+            store.tend()
+            assert store.paths_down() == 1, "half a chunk's room is not enough"
+        filler.unlink()
+        clock.advance(RETRY_S)
+        store.tend()
+        assert store.paths_down() == 0
+        assert put(store, make_key(theirs[0]), 0)
+        store.close()
+        assert len([record for record in caplog.records if "Disk path" in record.getMessage()]) == 2
 
 
 def test_every_operation_goes_on_around_it(moved: tuple[Two, Path]) -> None:

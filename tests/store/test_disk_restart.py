@@ -212,7 +212,7 @@ def test_the_background_thread_scans_and_reaps(tmp_path: Path) -> None:
 def test_the_background_scrub_sets_aside_and_counts(tmp_path: Path) -> None:
     seen: list[bytes] = []
 
-    def check(digest: bytes, _: memoryview) -> bool:
+    def check(digest: bytes, _: int, __: object) -> bool:
         seen.append(digest)
         return digest != KEYS[3].digest()
 

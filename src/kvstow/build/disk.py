@@ -35,13 +35,14 @@ def build_disk(
         volume=device if settings.disk.spread == "device" else None,
         admission=settings.disk.admission,
         scrub_bytes_s=settings.disk.scrub_rate,
+        threads=settings.disk.threads,
     )
     order, check = POLICIES[settings.disk.policy], frame_check(integrity_key(settings))
     try:
         store = DiskStore(paths, options, order=order, clock=clock, describe=describe, check=check)
     except (OSError, UnsupportedError, StoreUnavailable) as error:
         raise SettingsError(f"disk.paths {','.join(paths)} can't be used: {error}") from error
-    store.start(ThreadExecutor("disk-background"))
+    store.start(ThreadExecutor("disk-background", threads=len(paths)))
     executor = ThreadExecutor("disk", threads=settings.disk.threads)
     return Tier(
         *("disk", store, executor),
@@ -51,4 +52,5 @@ def build_disk(
         set_aside=store.quarantine,
         take_corrupt=store.take_corrupt,
         paths_down=store.paths_down,
+        stuck=store.stuck,
     )

@@ -47,11 +47,13 @@ class Tier:
         set_aside: Callable[[Sequence[ChunkKey]], None] | None = None,
         take_corrupt: Callable[[], int] | None = None,
         paths_down: Callable[[], int] | None = None,
+        stuck: Callable[[], int] | None = None,
     ) -> None:
         """``coder`` None: frames are raw. ``set_aside`` removes corrupt values from the store some other way than
         ``delete``; on a worker.
         ``take_corrupt`` says how many the store found by itself since it was last asked, to be counted too;
-        ``paths_down`` how many of the directories that it is spread over are out of use."""
+        ``paths_down`` how many of the directories that it is spread over are out of use, ``stuck`` how many calls hang
+        in these while it works on without them."""
         self.name = name
         self.limits = limits or TierLimits()
         self.executor = executor
@@ -63,6 +65,7 @@ class Tier:
         self.use(coder, integrity_key)
         self._take_corrupt = take_corrupt
         self._paths_down = paths_down
+        self._stuck = stuck
         self._clock = clock
         self._metrics = metrics
         self._calls: dict[Call, None] = {}
@@ -114,7 +117,8 @@ class Tier:
         if now >= self._watch_at_s or (ended and self._hung):
             self._watch_at_s = now + self.limits.hung_after_s / 10
             late = now - self.limits.hung_after_s
-            self._hung = sum(c.ended_s is None and c.began_s is not None and c.began_s <= late for c in self._calls)
+            hung = sum(c.ended_s is None and c.began_s is not None and c.began_s <= late for c in self._calls)
+            self._hung = max(0, hung - self._stuck()) if hung and self._stuck is not None else hung
         self._show()
         return ended
 

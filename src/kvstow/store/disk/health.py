@@ -55,12 +55,13 @@ class Health:
         if back:
             logger.warning("Disk path %s is in use again", self._paths[which])
 
-    def failed(self, which: int, error: Exception) -> bool:
-        """Take note of a fault. True: it is the store's; False: of one directory among others that work."""
+    def failed(self, which: int, error: Exception, *, at_once: bool = False) -> bool:
+        """Take note of a fault, which may be enough ``at_once``. True: it is the store's; False: of one directory
+        among others that work."""
         if len(self._paths) == 1:
             return True
         with self._lock:
-            self._failed[which] += 1
+            self._failed[which] += FAILURES if at_once else 1
             new = self._failed[which] >= FAILURES and which not in self._retry_s
             if new:
                 self._retry_s[which] = self._clock.monotonic() + RETRY_S

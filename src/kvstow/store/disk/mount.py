@@ -80,9 +80,16 @@ class Mount:
         room = os.fstatvfs(self.root.number)
         return room.f_bavail * room.f_frsize
 
-    def probe(self) -> None:
-        """Write, read and publish something. Raises ``OSError`` where that does not work."""
-        _probe(self.root, f"{names.TMP}/{self.token}-1", self.direct)
+    def probe(self, room_bytes: int) -> None:
+        """Write, read and publish something, and take room for a file. Raises ``OSError`` where that does not work."""
+        name = f"{names.TMP}/{self.token}-1"
+        _probe(self.root, name, self.direct)
+        if room_bytes:
+            try:
+                fd = Fd(os.open(name, CREATE_FLAGS, names.FILE_MODE, dir_fd=self.root.number))
+                os.posix_fallocate(fd.number, 0, room_bytes)
+            finally:
+                _unlink(self.root, name)
 
     def in_place(self) -> bool:
         """Whether the path still leads to this directory, and our lock is still in it."""

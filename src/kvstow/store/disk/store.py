@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Concatenate, Final, Literal, ParamSpec, TypeVar
 
 from kvstow.errors import KVStowError, StoreUnavailable
@@ -17,6 +18,7 @@ from kvstow.store.disk.admission import SecondSight, admit_all
 from kvstow.store.disk.check import Check
 from kvstow.store.disk.health import Health
 from kvstow.store.disk.index import Order
+from kvstow.store.disk.inside import Inside
 from kvstow.store.disk.scan import Count
 from kvstow.store.disk.scrub import Scrub
 from kvstow.store.disk.volume import Volume, VolumeLimits
@@ -39,7 +41,8 @@ class DiskOptions:
     other processes, earlier ones, other models. ``min_free_bytes`` stays free on each directory's filesystem.
 
     ``volume`` pins everything to one directory, by its place in the list; otherwise a chunk's digest chooses.
-    ``scrub_bytes_s`` 0: no scrub.
+    ``scrub_bytes_s`` 0: no scrub. ``threads``: how many calls may come at a time; of several directories one that hangs
+    then takes half of them at most.
     """
 
     size_bytes: int
@@ -48,14 +51,15 @@ class DiskOptions:
     admission: Literal["all", "second_sight"] = "all"
     scrub_bytes_s: int = 0
     direct: bool = True
+    threads: int | None = None
 
 
 class DiskStore:
     """A ``Store`` of files. What is published survives this process; a machine that crashes may lose the newest.
 
     Nothing is ever synced: losing a chunk is a miss, and a checksum finds what was half written. Several processes
-    may share a directory; each finds what the others wrote. A directory that fails while others work costs its own
-    chunks only: they are misses and are not written, until it works again.
+    may share a directory; each finds what the others wrote. A directory that fails or hangs while others work costs its
+    own chunks only: they are misses and are not written, until it works again.
 
     ``order`` makes a policy for each directory. ``describe`` says for people what a namespace is. ``check`` is the
     scrub's. The constructor opens the directories and raises what that raises.
@@ -86,6 +90,7 @@ class DiskStore:
         self._scrubs = [Scrub(check, self._corrupt(volume)) for volume in scrubbed] if check else []
         self._spread = self._volumes if options.volume is None else [self._volumes[options.volume % len(paths)]]
         self._health = Health([volume.path for volume in self._spread], clock)
+        self._inside = Inside(len(self._spread), options.threads, clock)
         self._due = [_Due() for _ in self._volumes]
         for volume in self._volumes:
             volume.attach()
@@ -125,7 +130,13 @@ class DiskStore:
 
     def paths_down(self) -> int:
         """How many of the directories that chunks are spread over are out of use."""
+        for which in self._inside.look()[0]:
+            self._health.failed(which, StoreUnavailable("a call in it does not return"), at_once=True)
         return self._health.down
+
+    def stuck(self) -> int:
+        """How many calls hang in directories that are out of use, while there are others, and threads, that work."""
+        return self._inside.look()[1]
 
     @property
     def used_bytes(self) -> int | None:
@@ -138,8 +149,9 @@ class DiskStore:
         return [volume.scan(self._stop, pause_s) for volume in self._volumes]
 
     def start(self, executor: Executor) -> None:
-        """Scan, scrub and clear up on a thread of ``executor``, which it keeps, until ``close``."""
-        executor.submit(self._maintain, lambda _value, _error: None)
+        """Scan, scrub and clear up until ``close``, on threads of ``executor``, which needs one for each directory."""
+        for which in range(len(self._volumes)):
+            executor.submit(partial(self._maintain, which), lambda _value, _error: None)
 
     def _ask(
         self, key: ChunkKey, method: Callable[Concatenate[Volume, bytes, bytes, P], R], otherwise: R,
@@ -150,13 +162,17 @@ class DiskStore:
         which = int.from_bytes(digest[-4:], "little") % len(self._spread)
         if not self._health.asks(which):
             return otherwise
+        volume = self._spread[which]
+        if len(self._spread) == 1:
+            return method(volume, bytes(key.namespace), digest, *arguments, **named)
         try:
-            result = method(self._spread[which], bytes(key.namespace), digest, *arguments, **named)
+            with self._inside.visit(which):
+                result = method(volume, bytes(key.namespace), digest, *arguments, **named)
         except StoreUnavailable as error:
-            if self._health.failed(which, error):
+            if self._health.failed(which, error, at_once=self._inside.hangs(which)):
                 raise
             return otherwise
-        if method is not Volume.contains:  # which may have answered from memory
+        if method is not Volume.contains and not self._inside.hangs(which):  # it may have answered from memory
             self._health.worked(which)
         return result
 
@@ -169,24 +185,28 @@ class DiskStore:
 
         return bad
 
-    def _maintain(self) -> None:
+    def _maintain(self, which: int) -> None:
         while not self._stop.is_set():
-            self.tend()
+            self._tend(which)
             self._stop.wait(TICK_S)
 
     def tend(self) -> None:
         """One round of background work: what is due in each directory, and a trial of those that are out of use."""
-        for which, volume in enumerate(self._volumes):
-            with suppress(KVStowError, OSError):  # it fails as every call does: the breaker's business
-                volume.check_in_place()
-                if self._spread is self._volumes and not self._health.works(which):
-                    if not self._health.due(which):
-                        continue
-                    volume.trial()
-                    self._health.worked(which)
-                self._scan_or_reap(volume, self._due[which])
-                if self._scrubs:
-                    self._scrubs[which].step(volume.attach(), self._options.scrub_bytes_s, self._stop)
+        for which in range(len(self._volumes)):
+            self._tend(which)
+
+    def _tend(self, which: int) -> None:
+        volume = self._volumes[which]
+        with suppress(KVStowError, OSError):  # it fails as every call does: the breaker's business
+            volume.check_in_place()
+            if self._spread is self._volumes and not self._health.works(which):
+                if self._inside.hangs(which) or not self._health.due(which):
+                    return
+                volume.trial()
+                self._health.worked(which)
+            self._scan_or_reap(volume, self._due[which])
+            if self._scrubs:
+                self._scrubs[which].step(volume.attach(), self._options.scrub_bytes_s, self._stop)
 
     def _scan_or_reap(self, volume: Volume, due: _Due) -> None:
         now = self._clock.monotonic()

@@ -30,6 +30,8 @@ MAX_ROUNDS: Final = 64  # of evicting and trying again to reserve, while others 
 MAX_VICTIMS: Final = 4096  # looked at in one round; files that others removed already free nothing
 MAX_BAD: Final = 1024  # bad files remembered because they could not be moved aside
 
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+
 Admit = Callable[[bytes], bool]
 Describe = Callable[[bytes], Mapping[str, object]]
 
@@ -70,6 +72,7 @@ class Volume:
         self._last: Mount | None = None
         self._attaching = threading.Lock()
         self.scan_wanted = True
+        self._lacked_bytes = 0  # of a write that found no room: a trial must find it
 
     # --- attached or not ------------------------------------------------------------------------------------------
 
@@ -96,7 +99,8 @@ class Volume:
     def trial(self) -> None:
         """Raises what every call would raise. After a fault it may be another directory than before."""
         with self._at("trying") as mount:
-            mount.probe()
+            mount.probe(self._lacked_bytes)
+        self._lacked_bytes = 0
         self.scan_wanted = True
 
     def close(self) -> None:
@@ -180,6 +184,10 @@ class Volume:
                 fd = files.Fd(os.open(temporary, files.CREATE_FLAGS, names.FILE_MODE, dir_fd=mount.root.number))
                 self._transfer(mount, fd, parts, files.write_all)
                 published = self._publish(mount, temporary, path, namespace)
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    self._lacked_bytes = size
+                raise
             finally:
                 with suppress(OSError):
                     os.unlink(temporary, dir_fd=mount.root.number)
