@@ -19,6 +19,7 @@ from kvstow.settings.lmcache_keys import (
     ALIASES,
     CONNECTOR_KEYS,
     EXTRA_KEYS,
+    EXTRA_MAPPED,
     KEYS,
     OTHER_VARIABLES,
     REMOTE_SCHEMES,
@@ -290,7 +291,8 @@ class _Translator:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise SettingsError("LMCache's extra_config: rds_buffer_size: expected MiB, an integer from 1 up")
             self._set("direct.staging_size", size * MIB * self._workers, "extra_config")
-            self._say(f"rds_buffer_size is MiB of each worker: {size} MiB x {self._workers} = direct.staging_size of all")
+            total = format_size(size * MIB * self._workers)
+            self._say(f"rds_buffer_size is MiB of each worker: {size} x {self._workers} = direct.staging_size {total}")
 
     def _from_extra(self, name: str, key: str) -> None:
         if name in self._extra:
@@ -422,15 +424,17 @@ class _Translator:
         for name in self._extra:
             if name in self._used:
                 continue
-            why = EXTRA_KEYS.get(name)
+            key = EXTRA_KEYS.get(name)
             source = f"{name} in {self._source('extra_config')}"
-            if why is None:
-                known = [*EXTRA_KEYS, "rds_buffer_size", "rds_max_chunks", "rds_failure_policy", "redis_url"]
-                self._say(f"{source} is unknown and is ignored; {nearest(name, known, all_valid=False)}", warns=True)
-            elif why.fate is Fate.REFUSED and not _is_off(self._extra[name]):
-                raise SettingsError(f"LMCache's {source} can't be served: {why.why}. Remove it")
+            if name in EXTRA_MAPPED or name.startswith(("storage_plugin.", "remote_storage_plugin.")):
+                self._say(f"{source}: ignored. No tier that it belongs to is asked for", warns=True)
+            elif key is None:
+                near = nearest(name, [*EXTRA_KEYS, *EXTRA_MAPPED], all_valid=False)
+                self._say(f"{source} is unknown and is ignored; {near}", warns=True)
+            elif key.fate is Fate.REFUSED and not _is_off(self._extra[name]):
+                raise SettingsError(f"LMCache's {source} can't be served: {key.why}. Remove it")
             else:
-                self._say(f"{source}: ignored. {why.why[0].upper()}{why.why[1:]}")
+                self._say(f"{source}: ignored. {key.why[0].upper()}{key.why[1:]}")
 
 
 def _unquoted(text: str) -> str:

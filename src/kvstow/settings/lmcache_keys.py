@@ -36,7 +36,7 @@ _MAPPED: Final = {
     "remote_serde": "the remote tier's `codec`: `naive` is `raw`, `cachegen` itself; anything else is refused",
     "blocking_timeout_secs": "the remote tier's `timeout_ms`",
     "save_decode_cache": "`save_decode`",
-    "min_retrieve_tokens": "`fetch.min_tokens`",
+    "min_retrieve_tokens": "`fetch.min_tokens`, of the lower tiers: what is in host memory is always restored",
     "priority_limit": "`priority_limit`",
     "cache_policy": "`memory.policy` and `disk.policy`: `LRU` and `FIFO`: `lru`; `LFU`: `s3fifo`; `MRU` is refused",
     "storage_plugins": "`RDSBackend`: `direct.engine: rds`; others: `plugins.stores`",

@@ -61,7 +61,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Leaf(NamedTuple):
-    """One setting. ``kind`` is empty, ``size``, ``secret`` or ``paths``."""
+    """One setting. ``kind`` is empty, ``size``, ``secret``, ``paths``, ``names`` or ``options``."""
 
     key: str
     section: str
