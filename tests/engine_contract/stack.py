@@ -48,6 +48,7 @@ from kvstow.vllm.metadata import Mount
 from kvstow.vllm.requests import Rules
 from kvstow.vllm.scheduler import SchedulerSide
 from kvstow.vllm.worker import WorkerSide
+from tests.engine_contract.direct import direct_places
 
 LAYERS = 2
 VOCAB = 64
@@ -73,6 +74,7 @@ class Shape:
     save_decode: bool = False
     pool_slots: int = 32
     lower_tier: bool = False
+    direct_areas: int = 0  # staging areas of direct storage, which is then used instead of the pool
     loads: bool = True
     stores: bool = True
     defer_save: bool = False
@@ -162,7 +164,7 @@ class Stack:
     clock: ManualClock
     copies: list[ManualExecutor]
     background: list[ManualExecutor]
-    pool: HostPool
+    pool: Any
     engine: Engine
     side: SchedulerSide
     connector: KVStowConnector
@@ -244,7 +246,8 @@ def build_stack(
     block_bytes = LAYERS * kv_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     shards = 1 if shape.same_bytes else shape.tp
     layout = ChunkLayout((GroupLayout(shape.block, shape.blocks_per_chunk, (block_bytes,) * shards),))
-    pool = HostPool.create(layout, shape.pool_slots * layout.max_frame_bytes, name="contract")
+    places = direct_places(shape.direct_areas, shape.pool_slots, layout, clock) if shape.direct_areas else None
+    pool = places[0] if places else HostPool.create(layout, shape.pool_slots * layout.max_frame_bytes, name="contract")
     sealer = ManualExecutor(clock, run_in_wait=True)
     background = [sealer]
     tiers, store = [], None
@@ -263,7 +266,7 @@ def build_stack(
     rules = Rules(shape.block, shape.block, shape.chunk, shape.save_decode, shape.lookahead)
     ranks = [(0, rank) for rank in range(shape.tp)]
     mount = Mount(
-        pool.ref, {rank: 0 if shape.same_bytes else rank[1] for rank in ranks},
+        places[1] if places else pool.ref, {rank: 0 if shape.same_bytes else rank[1] for rank in ranks},
         frozenset(ranks[:1] if shape.same_bytes else ranks),
     )
     side = SchedulerSide(

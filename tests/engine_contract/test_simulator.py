@@ -8,6 +8,7 @@ import pytest
 
 from kvstow.testing.sim_requests import SimRequest
 from kvstow.testing.simulator import SimRules, Simulator
+from tests.engine_contract.direct import opener
 from tests.engine_contract.scenario import Traffic, random_failures, random_shape
 from tests.engine_contract.seeds import seeds
 from tests.engine_contract.stack import Stack, build_stack
@@ -15,12 +16,17 @@ from tests.engine_contract.stack import Stack, build_stack
 REQUESTS = 9
 
 
-def run_seed(seed: int) -> tuple[Stack, Simulator]:
+def run_seed(seed: int, *, direct: pytest.MonkeyPatch | None = None) -> tuple[Stack, Simulator]:
     rng = random.Random(seed)
     drafts = rng.choice((0, 0, 0, 3))
-    shape = random_shape(rng, async_scheduling=False, block=16, defer_save=drafts > 0)
+    fixed = {"direct_areas": rng.choice((2, 3, 8)), "lower_tier": False} if direct else {}
+    shape = random_shape(rng, async_scheduling=False, block=16, defer_save=drafts > 0, **fixed)
     chance = rng.choice((0.0, 0.0, 0.15))
     stack = build_stack(shape, seed, fails=random_failures(rng, chance))
+    if direct:
+        disk_fails = rng.choice((0.0, 0.02, 0.2))
+        open_direct = opener(stack.clock, stack.background, [], random.Random(seed), disk_fails)
+        direct.setattr("kvstow.vllm.worker.open_direct", open_direct)
     rules = SimRules(
         block_tokens=shape.block, num_blocks=shape.num_blocks, chunk_tokens=shape.chunk, drafts=drafts,
         batched_tokens=shape.batched_tokens, max_seqs=shape.max_seqs, prefix_caching=shape.prefix_caching,
@@ -79,6 +85,20 @@ def check_output(stack: Stack, request: SimRequest) -> None:
 
 
 BATCH = 20
+
+
+@pytest.mark.parametrize("batch", seeds(200 // BATCH))
+def test_random_over_direct_storage(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few staging areas, and a disk that fails, falls short or flips bits: every byte that is read is right."""
+    loaded = 0
+    for seed in range(batch * BATCH, (batch + 1) * BATCH):
+        try:
+            stack, simulator = run_seed(seed, direct=monkeypatch)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        loaded += simulator.loaded_tokens
+        stack.close()
+    assert loaded > 0
 
 
 @pytest.mark.parametrize("batch", seeds(1000 // BATCH))
