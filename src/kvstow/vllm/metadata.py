@@ -64,6 +64,7 @@ class StepMeta(KVConnectorMetadata):
     finishing: list[str] = field(default_factory=list)  # report finished_sending once their stores have ended
     has_forward: bool = True
     mount: Mount | None = None  # sent until every rank has reported it
+    step: int = 0  # to be given back once the step is done; 0: not
 
 
 @dataclass(slots=True)
@@ -87,6 +88,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     """Workers to scheduler, summed over ranks by vLLM before the scheduler sees it."""
 
     jobs: dict[int, JobReport] = field(default_factory=dict)
+    step: int = 0  # the one that has been done
     mounted: int = 0  # ranks that mapped the pool in this step
     errors: list[str] = field(default_factory=list)  # why a rank cannot take part, or why copies failed
 
@@ -97,6 +99,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
                 self.jobs[job].merge(report)
             else:
                 self.jobs[job] = report
+        self.step = max(self.step, other.step)
         self.mounted += other.mounted
         self.errors += other.errors
         return self

@@ -18,6 +18,7 @@ from kvstow.runtime import Clock
 from kvstow.vllm.fingerprint import Adapters
 from kvstow.vllm.jobs import JOB_DEADLINE_S, Jobs, Sent
 from kvstow.vllm.metadata import Copy, Mount, StepMeta, WorkerMeta
+from kvstow.vllm.prefill import StepTimes
 from kvstow.vllm.requests import Rules, Tracked
 from kvstow.vllm.taint import Taint
 
@@ -61,6 +62,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._jobs = Jobs(engine, self._ranks, rules.chunk_tokens, clock=clock, metrics=metrics)
         self._taint = None if engine.exact or not stores else Taint(rules)
+        self._times = StepTimes(engine, clock)
         self._next_meta = StepMeta()
         self._resets = 0
         self._started_s = clock.monotonic()
@@ -213,6 +215,7 @@ class SchedulerSide:
         meta, self._next_meta = self._next_meta, StepMeta()
         meta.preempted = set(output.preempted_req_ids or ())
         meta.has_forward = output.total_num_scheduled_tokens > 0
+        meta.step = self._times.began(output)
         meta.mount = self._mount if self._mounted < self._ranks else None
         return meta
 
@@ -276,6 +279,8 @@ class SchedulerSide:
 
     def update_from_workers(self, meta: WorkerMeta) -> None:
         """vLLM's hook: what the workers have done, summed over ranks."""
+        if meta.step:
+            self._times.ended(meta.step)
         if meta.mounted:
             self._mounted += meta.mounted
             if self._mounted >= self._ranks:

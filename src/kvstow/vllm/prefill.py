@@ -1,0 +1,59 @@
+"""How long vLLM's steps take, as seen from its scheduler: what loading is measured against.
+
+A step begins when its metadata is built and ends when the workers' answer to it comes. With asynchronous scheduling
+and pipelines the next one is built before that: it begins, for the workers, when the one before has ended. Workers
+give a step's number back, because vLLM passes on no answer of a step that had nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstow.engine import Engine
+from kvstow.runtime import Clock
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+MAX_OPEN_STEPS: Final = 16  # vLLM has as many under way as it has pipeline stages, or two
+
+
+class _Step(NamedTuple):
+    number: int
+    began_s: float
+    prefill_tokens: int
+
+
+class StepTimes:
+    """Owner's thread only. Tells ``engine`` of every step that has ended."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._open: deque[_Step] = deque(maxlen=MAX_OPEN_STEPS)
+        self._number = 0
+        self._ended_s = float("-inf")
+
+    def began(self, output: SchedulerOutput) -> int:
+        """A step is sent to the workers. The number that they are to give back; 0: nobody asks."""
+        if not output.total_num_scheduled_tokens or not self._engine.learns:
+            return 0
+        self._number += 1
+        self._open.append(_Step(self._number, self._clock.monotonic(), prefill_tokens(output)))
+        return self._number
+
+    def ended(self, number: int) -> None:
+        """The workers have done step ``number``."""
+        while self._open and self._open[0].number <= number:
+            step = self._open.popleft()
+            if step.number == number:
+                now = self._clock.monotonic()
+                self._engine.stepped(step.prefill_tokens, now - max(step.began_s, self._ended_s))
+                self._ended_s = now
+
+
+def prefill_tokens(output: SchedulerOutput) -> int:
+    """Prompt tokens of a step: all but one token, and the drafts, of each request that was there before."""
+    drafts = sum(len(tokens) for tokens in output.scheduled_spec_decode_tokens.values())
+    return output.total_num_scheduled_tokens - drafts - len(output.scheduled_cached_reqs.req_ids)
