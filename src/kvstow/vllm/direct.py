@@ -30,7 +30,8 @@ class BoundArea:
     """Device memory of its own, which direct storage can reach."""
 
     def __init__(self, size_bytes: int, device: torch.device, rbln: Any) -> None:
-        self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # an inference tensor made here could not be written on another thread
+            self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         if not hasattr(rbln, "bind_device_memory"):
             raise UnsupportedError("direct.engine rds needs torch.rbln.bind_device_memory: update torch-rbln")
         rbln.bind_device_memory(self.tensor)
