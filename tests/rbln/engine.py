@@ -1,5 +1,6 @@
-"""The unmodified vllm-rbln on the emulated device, with kvstow's connector: ``python -m tests.rbln.engine CASE RESULT``,
-where CASE is JSON and the environment has the emulator (``tests/rbln/boot``). The tests next door judge the result.
+"""The unmodified vllm-rbln on the emulated device with kvstow's connector: ``python -m tests.rbln.engine CASE RESULT``.
+
+CASE is JSON, and the environment has the emulator (``tests/rbln/boot``). The tests next door judge the result.
 """
 
 from __future__ import annotations

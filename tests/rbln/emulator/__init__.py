@@ -8,6 +8,7 @@ physical layouts and types or several chiplets.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from pathlib import Path
@@ -41,7 +42,10 @@ def install_rds(path: Path, size: int) -> Drive:
     """Make ``rebel.rds`` and ``rebel._C`` exist in this process, over ``path``."""
     drive = Drive(path, size)
     made = rds.modules(drive)
-    rebel = sys.modules.setdefault("rebel", types.ModuleType("rebel", "EMULATED"))
+    try:
+        rebel = importlib.import_module("rebel")
+    except ModuleNotFoundError:
+        rebel = sys.modules.setdefault("rebel", types.ModuleType("rebel", "EMULATED"))
     sys.modules.update(made)
     for name, module in made.items():
         setattr(rebel, name.removeprefix("rebel."), module)
