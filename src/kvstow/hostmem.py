@@ -84,7 +84,7 @@ class HostMemory:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             reap(directory)
             room = os.statvfs(directory)
-            if room.f_bavail * room.f_frsize < size_bytes:
+            if room.f_blocks and room.f_bavail * room.f_frsize < size_bytes:  # hugetlbfs may not say
                 raise OSError(errno.ENOSPC, f"{room.f_bavail * room.f_frsize:,} are free there")
             fd, path = _create_locked(directory)
         except OSError as error:

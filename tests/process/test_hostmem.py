@@ -18,6 +18,8 @@ import pytest
 from kvstow import hostmem
 from kvstow.errors import UnsupportedError
 from kvstow.hostmem import HostMemory, PoolError, PoolRef, map_memory, populate, reap
+from kvstow.settings import host_facts
+from tests.store.disks import mounted
 
 SIZE = 1 << 20
 KILLS = 5
@@ -236,6 +238,15 @@ def test_more_than_the_directory_has_is_refused_before_anything_is_made(tmp_path
     with pytest.raises(PoolError, match=r"memory\.size.* free there.*--shm-size"):
         HostMemory.in_directory(1 << 60, "test", str(tmp_path))
     assert pool_files(tmp_path) == set()
+
+
+def test_a_filesystem_of_huge_pages_that_does_not_say_what_is_free_is_asked_for_them(tmp_path: Path) -> None:
+    """Mounted without a size it reports 0 of 0 blocks. No machine has a terabyte of huge pages free."""
+    with mounted(tmp_path / "huge", "-t", "hugetlbfs", "none") as path:
+        assert host_facts(str(path)).pool_dir_free_bytes is None
+        with pytest.raises(PoolError, match="No space left"):
+            HostMemory.in_directory(1 << 40, "test", str(path))
+        assert pool_files(path) == set()
 
 
 @pytest.mark.parametrize("call", ["ftruncate", "memfd"])

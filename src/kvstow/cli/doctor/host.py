@@ -103,16 +103,12 @@ def numa_nodes() -> int:
 
 
 def check_huge_pages(pool_dir: str | None, size_bytes: int) -> Iterator[Result]:
-    """Only where the pool is on hugetlbfs: then its pages must have been set aside, and divide it."""
+    """Only where the pool is on hugetlbfs: then its pages must have been set aside."""
     mount = filesystem_of(pool_dir) if pool_dir is not None and os.path.isdir(pool_dir) else None
     if mount is None or mount.kind != HUGE:
         return
     page = os.statvfs(mount.at).f_bsize
     needed, shown = -(-size_bytes // page), format_size(page)
-    if size_bytes % page:
-        found = f"memory.size {format_size(size_bytes)} is not a multiple of {pool_dir}'s pages of {shown}"
-        yield failed("huge pages", found, f"set memory.size to {needed * page}")
-        return
     free = int(Path(_HUGE_POOLS.format(page >> 10)).read_text())
     if free < needed:
         found = f"{free} of {shown} are free, memory.size {format_size(size_bytes)} needs {needed}"
