@@ -23,14 +23,17 @@ def prepare(monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: str | None, e
     monkeypatch.setattr(start, "load", lambda _: effective)
     monkeypatch.setattr(start, "variable", lambda _: seed)
     monkeypatch.setattr(start, "block_geometry", lambda *_: None)
-    transfer = SimpleNamespace(kv_connector_extra_config={}, kv_load_failure_policy="recompute")
+    transfer = SimpleNamespace(kv_connector="KVStowConnector", kv_connector_extra_config={}, kv_load_failure_policy="recompute")
     cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
     start.prepare_scheduler(SimpleNamespace(kv_transfer_config=transfer, cache_config=cache), None)
 
 
-def test_c1_a_random_root_hash_is_refused_by_name_and_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", [None, "random"])
+def test_c1_a_random_root_hash_is_refused_by_name_and_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch, seed: str | None
+) -> None:
     with pytest.raises(RuntimeError, match=r"tier redis outlives this process.*PYTHONHASHSEED=0.*sha256"):
-        prepare(monkeypatch, "xxhash", None)
+        prepare(monkeypatch, "xxhash", seed)
 
 
 @pytest.mark.parametrize(("algorithm", "seed"), [("sha256", None), ("xxhash", "0"), ("xxhash", "1")])

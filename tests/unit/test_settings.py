@@ -79,6 +79,7 @@ SENTINELS: dict[str, tuple[str, Any, Any]] = {
     "redis.prefix": ("prod-", "prod-", "prod-"),
     "redis.ttl": ("3600", 3600, 3600),
     "redis.part_size": ("1MiB", "1MiB", 1 << 20),
+    "redis.write_limit": ("1GB", "1GB", 10**9),
     "redis.timeout_ms": ("5", 5, 5),
     "redis.connect_timeout_ms": ("6", 6, 6),
     "redis.codec": ("lossless", "lossless", "lossless"),

@@ -360,7 +360,7 @@ def test_the_breaker_is_shown_once_a_change(caplog: pytest.LogCaptureFixture) ->
             work(rig)
     assert rig.gauge("tier_state|t0") == 0
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["Tier t0 is bypassed: its calls fail", "Tier t0 is in use again"]
+    assert said == ["Tier t0 is bypassed: its calls fail: injected", "Tier t0 is in use again"]
 
 
 def test_busy_ends_without_progress() -> None:

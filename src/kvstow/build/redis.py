@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 
 from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor
 from kvstow.settings import Settings, format_size
+from kvstow.store.base import Store
+from kvstow.store.limit import WriteLimit
 from kvstow.store.redis import MAX_PART_BYTES, MIN_PART_BYTES, RedisOptions, Tls, parse_address
+from kvstow.store.retry import Retry
 from kvstow.tier import Tier
 
 logger = logging.getLogger("kvstow")
@@ -30,11 +34,14 @@ def build_redis(settings: Settings, layout: ChunkLayout, *, clock: Clock, metric
         if (error.name or "").split(".")[0] != "redis":
             raise
         raise SettingsError("redis.url is set, and redis-py isn't installed: pip install 'kvstow[redis]'") from error
-    store = RedisStore(options, clock)
+    redis = RedisStore(options, clock)
     try:
-        store.ping()
+        redis.ping()
     except (StoreUnavailable, StoreRefused) as error:
         logger.warning("Redis (%r) can't be used now, kvstow goes on without it: %s", options, error)
+    store: Store = Retry(redis, clock, random.Random(os.urandom(16)))
+    if settings.redis.write_limit is not None:
+        store = WriteLimit(store, clock, bytes_s=settings.redis.write_limit)
     executor = ThreadExecutor("redis", threads=settings.redis.threads)
     return Tier("redis", store, executor, layout=layout, clock=clock, metrics=metrics)
 
@@ -59,6 +66,8 @@ def redis_options(settings: Settings) -> RedisOptions:
     if not MIN_PART_BYTES <= settings.redis.part_size <= MAX_PART_BYTES:
         size = format_size(settings.redis.part_size)
         raise SettingsError(f"redis.part_size {size}: set it to 64KiB at least, 512MB at most")
+    if settings.redis.write_limit == 0:
+        raise SettingsError("redis.write_limit is 0, so nothing would be stored: leave it out for no limit")
     return RedisOptions(
         address,
         topology=settings.redis.topology,

@@ -24,6 +24,10 @@ class BreakerState(IntEnum):
     OPEN = 2
 
 
+class NotAsked(StoreUnavailable):
+    """The breaker is open; what keeps failing is another error, which came before."""
+
+
 class Breaker:
     """Forwards to ``store``; after ``failures`` failed calls in a row it is open for ``open_s`` seconds.
 
@@ -92,7 +96,7 @@ class Breaker:
             if state is BreakerState.CLOSED:
                 return False
             if state is BreakerState.OPEN or self._trying:
-                raise StoreUnavailable(f"not asked: {self._failed} calls in a row failed")
+                raise NotAsked(f"not asked: {self._failed} calls in a row failed")
             self._trying = True
             return True
 

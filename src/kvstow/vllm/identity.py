@@ -246,10 +246,11 @@ def _pickle_protocol() -> int:
 def root_hash_is_random(algorithm: str, seed: str | None) -> bool:
     """Whether vLLM draws the root of its block hashes anew in each process (0.30 to 0.32: ``init_none_hash``).
 
-    ``seed`` is PYTHONHASHSEED's value, which vLLM takes as text whatever it is. Without it cryptographic algorithms
-    have a fixed root, the others a random one; so does, to be safe, an algorithm that isn't known here.
+    ``seed`` is PYTHONHASHSEED's value. Without it cryptographic algorithms have a fixed root, the others a random one;
+    so does, to be safe, an algorithm that isn't known here. ``random`` is no value: it asks Python for a random one,
+    and that vLLM takes it for a text like any other is nothing to rely on.
     """
-    return seed is None and algorithm not in CRYPTOGRAPHIC
+    return seed in (None, "random") and algorithm not in CRYPTOGRAPHIC
 
 
 def require_fixed_root(algorithm: str, seed: str | None, tier: str) -> None:

@@ -146,6 +146,7 @@ def test_o2_every_setting_reaches_the_store(tmp_path: Path) -> None:
         ({"prefix": "a{b"}, r"redis\.prefix"),
         ({"part_size": 1}, r"redis\.part_size 1B"),
         ({"part_size": "1GB"}, r"redis\.part_size 1GB"),
+        ({"write_limit": 0}, r"redis\.write_limit is 0"),
     ],
 )
 def test_k6_wrong_settings_are_refused_at_start(wrong: dict[str, Any], says: str) -> None:

@@ -62,6 +62,14 @@ class Redis(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "proto-max-bulk-len (512MiB unless changed).",
         ),
     ] = DEFAULT_PART_BYTES
+    write_limit: Annotated[
+        int | None,
+        Meta(
+            extra={"kind": SIZE},
+            description="The most that is written, a second, by this engine; chunks beyond are not stored this time. "
+            "Keeps the network free for reading. Unset: no limit.",
+        ),
+    ] = None
     timeout_ms: Annotated[
         int, Meta(ge=1, le=60_000, description="The longest that a command may take, its bytes included.")
     ] = 2000
