@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.index import Got
@@ -19,12 +19,14 @@ from kvstow.metrics import Metrics
 from kvstow.pool import Lease
 from kvstow.runtime import Clock, Executor
 from kvstow.store.base import Done, Store
-from kvstow.store.breaker import Breaker, BreakerState
+from kvstow.store.breaker import Breaker, BreakerState, NotAsked
 from kvstow.tier.call import Call
 from kvstow.tier.limits import TierLimits, WriteRate
 from kvstow.tier.moves import CORRUPT, Came, Coder, Moves, Wrote
 
 T = TypeVar("T")
+
+ERROR_CHARACTERS: Final = 300
 
 logger = logging.getLogger("kvstow")
 
@@ -76,6 +78,7 @@ class Tier:
         self._shown_down = -1
         self._watch_at_s = self._progress_s = clock.monotonic()
         self._shown = BreakerState.CLOSED
+        self._last_error = ""  # of the store's own, shortened
         self._bypassed = False  # as logged: trials in between, half-open, are not news
         metrics.gauge("tier_state", self._shown, tier=name)
 
@@ -128,7 +131,8 @@ class Tier:
             return
         if state is BreakerState.OPEN and not self._bypassed:
             self._bypassed = True
-            logger.warning("Tier %s is bypassed: %s", self.name, "a call hangs" if self._hung else "its calls fail")
+            why = "a call hangs" if self._hung else f"its calls fail: {self._last_error}"
+            logger.warning("Tier %s is bypassed: %s", self.name, why)
         elif state is BreakerState.CLOSED and self._bypassed:
             self._bypassed = False
             logger.warning("Tier %s is in use again", self.name)
@@ -315,6 +319,8 @@ class Tier:
         known = ((StoreUnavailable, "unavailable"), (StoreRefused, "refused"))
         reason = next((word for kind, word in known if isinstance(error, kind)), "error")
         self._metrics.count("failed_chunks", chunks, tier=self.name, reason=reason)
+        if not isinstance(error, NotAsked):
+            self._last_error = str(error)[:ERROR_CHARACTERS]
 
     def _queue(self, writes: int, size: int) -> None:
         self._queued_writes += writes
