@@ -20,7 +20,7 @@ def output(new: dict[str, tuple[list[int], int]], cached: dict[str, Any] | None 
     cached = cached or {}
     return SimpleNamespace(
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=n) for name, (blocks, n) in new.items()
+            SimpleNamespace(req_id=r, block_ids=(blocks,), num_computed_tokens=n) for r, (blocks, n) in new.items()
         ],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(cached), resumed_req_ids=set(resumed.split()),
