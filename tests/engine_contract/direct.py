@@ -50,7 +50,7 @@ class MemoryDisk:
             raise OSError(errno.EIO, "by request")
         if kind == 1:
             return len(view) - 512
-        view[self._rng.randrange(4096)] ^= 1 << self._rng.randrange(8)  # in the header page, of which no byte is spare
+        view[self._rng.randrange(len(view))] ^= 1 << self._rng.randrange(8)
         return len(view)
 
 
@@ -67,9 +67,8 @@ def opener(
             by_shard[shard] = MemoryDisk(ref.geometry.file_bytes(shard), rng, chance)
             disks.append(by_shard[shard])
         disk = by_shard[shard]
-        media = FileMedia(
-            -1, shard, ref.areas(shard), ref.geometry.extent_bytes[shard], io=(disk.read, disk.write)
-        )
+        io = (disk.read, disk.write)
+        media = FileMedia(-1, shard, ref.areas(shard), ref.geometry.extent_bytes[shard], io=io)
         inner.map_pool(media.memory, 0)
         return DirectDevice(inner, media, media, executor, clock, shard=shard)
 
