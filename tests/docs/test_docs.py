@@ -17,9 +17,10 @@ import kvstow.errors
 import kvstow.frame
 from kvstow.cli.main import app
 from kvstow.metrics import METRICS
-from kvstow.settings import leaves, parse
+from kvstow.settings import leaves, parse, parse_lmcache
 from kvstow.store.base import Store
 from kvstow.testing.store_suite import StoreSuite
+from tests.docs.launches import commands as commands_of
 from tests.docs.pages import DOCS, PAGES, ROOT, SOURCE, anchors, blocks, exists, links, name, prose, rows, spans, texts
 
 LEAVES = {leaf.key: leaf for leaf in leaves()}
@@ -93,7 +94,10 @@ def test_yaml_is_settings(tmp_path: Path) -> None:
     for number, block in enumerate(shown):
         file = tmp_path / f"{number}.yaml"
         file.write_text(block.body)
-        assert parse(str(file), {}).settings, name(block.page)
+        if block.body.startswith("# lmcache_"):
+            assert parse_lmcache({"LMCACHE_CONFIG_FILE": str(file)}, None, workers=1).settings, name(block.page)
+        else:
+            assert parse(str(file), {}).settings, name(block.page)
 
 
 def test_json_and_shell_are_settings() -> None:
@@ -103,11 +107,19 @@ def test_json_and_shell_are_settings() -> None:
         assert len(given_to_vllm) == block.body.count("--kv-transfer-config"), name(block.page)
         for text in [block.body] if block.tag == "json" else given_to_vllm:
             config = json.loads(text)
-            assert config["kv_connector"] == "KVStowConnector", name(block.page)
+            if (module := config.get("kv_connector_module_path")) is None:
+                assert config["kv_connector"] == "KVStowConnector", name(block.page)
+            else:
+                assert exists(f"{module}.{config['kv_connector']}"), name(block.page)
             extra.append(config.get("kv_connector_extra_config", {}))
         given = dict(re.findall(r"\b(KVSTOW_[A-Z_]+)=(\S+)", block.body))
         given.pop(CONFIG_FILE, None)
         parse(None, given)
+        lmcache = [c.environment for c in commands_of(block.body)] if "LMCACHE_" in block.body else []
+        for environment in lmcache:
+            environment.pop("LMCACHE_CONFIG_FILE", None)
+            settings = parse_lmcache(environment, None, workers=1)
+            assert not any(note.warns for note in settings.notes), name(block.page)
     assert any(extra)
     for config in extra:
         parse(None, {}, config)
