@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvstow import build
 from kvstow.codec.shape import KVShape
 from kvstow.errors import UnsupportedError
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import parse
+from kvstow.testing.manual import ManualClock
+from kvstow.testing.store_suite import make_key
 
 start: Any = pytest.importorskip("kvstow.vllm.start", exc_type=ImportError)
 
+LAYOUT = ChunkLayout((GroupLayout(16, 1, (4096,)),))
 WITH_REDIS = parse(None, {}, {"redis.url": "unix:///nowhere/sock"})
 
 
@@ -23,7 +29,9 @@ def prepare(monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: str | None, e
     monkeypatch.setattr(start, "load", lambda _: effective)
     monkeypatch.setattr(start, "variable", lambda _: seed)
     monkeypatch.setattr(start, "block_geometry", lambda *_: None)
-    transfer = SimpleNamespace(kv_connector="KVStowConnector", kv_connector_extra_config={}, kv_load_failure_policy="recompute")
+    transfer = SimpleNamespace(
+        kv_connector="KVStowConnector", kv_connector_extra_config={}, kv_load_failure_policy="recompute"
+    )
     cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
     start.prepare_scheduler(SimpleNamespace(kv_transfer_config=transfer, cache_config=cache), None)
 
@@ -49,10 +57,11 @@ def test_without_the_tier_a_random_root_hash_does_no_harm(monkeypatch: pytest.Mo
 
 def lower_tiers(not_persistent: str | None, effective: Any = WITH_REDIS) -> list[Any]:
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank_local=0))
-    identity = SimpleNamespace(not_persistent=not_persistent, namespace=b"")
-    layout = ChunkLayout((GroupLayout(16, 1, (4096,)),))
+    identity = SimpleNamespace(not_persistent=not_persistent, namespace=b"", root=lambda: ("all else", "seed 0"))
     shapes = [[KVShape.unknown("float32", 4096)]]
-    tiers: list[Any] = start._lower_tiers(config, effective.settings, layout, shapes, identity, SystemClock(), Metrics())
+    tiers: list[Any] = start._lower_tiers(
+        config, effective.settings, LAYOUT, shapes, identity, SystemClock(), Metrics()
+    )
     return tiers
 
 
@@ -67,3 +76,54 @@ def test_redis_comes_after_the_disk(tmp_path: Any) -> None:
     tiers = lower_tiers(None, both)
     assert [tier.name for tier in tiers] == ["disk", "redis"]
     assert all(tier.close(5.0) for tier in tiers)
+
+
+# --- engines whose hashes begin elsewhere ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Any]:
+    redis_server = pytest.importorskip("kvstow.testing.redis_server", exc_type=ImportError)
+    server = redis_server.RedisServer(tmp_path / "redis").start()
+    yield server
+    server.kill()
+
+
+def built(server: Any, about: str, word: str, prefix: str = "kvstow:", clock: Any = None) -> Any:
+    settings = parse(None, {}, {"redis.url": server.url, "redis.prefix": prefix}).settings
+    return build.build_redis(settings, LAYOUT, clock=clock or SystemClock(), metrics=Metrics(), root=(about, word))
+
+
+def test_c1_two_engines_with_different_seeds_do_not_miss_in_silence(server: Any) -> None:
+    one = built(server, "model", "seed 0")
+    with pytest.raises(RuntimeError, match=r"another root \(seed 0; here seed 1\).*PYTHONHASHSEED.*kvstow:root:model"):
+        built(server, "model", "seed 1")
+    others = built(server, "model", "seed 0"), built(server, "other model", "seed 1"), built(server, "model", "x", "b:")
+    assert 3_500_000 < server.ask("PTTL", "kvstow:root:model") <= 3_600_000
+    for tier in (one, *others):
+        assert tier.close(5.0)
+
+
+def test_c1_a_seed_that_only_shows_later_is_logged_once(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    port, one = server.port, built(server, "model", "seed 0", clock=clock)
+    assert one is not None
+    server.ask("SET", "kvstow:root:model", "seed 7")
+    for _ in range(3):
+        clock.advance(301.0)
+        one._store.contains([make_key(1)])
+    said = [record.getMessage() for record in caplog.records if "another root" in record.getMessage()]
+    assert len(said) == 1
+    assert f"127.0.0.1:{port}" in said[0]
+    assert one.close(5.0)
+
+
+@pytest.mark.parametrize("hinder", [("CONFIG", "SET", "maxmemory", "1"), ("ACL", "SETUSER", "default", "-set")])
+def test_a_server_that_takes_no_entry_does_not_keep_the_tier_from_starting(
+    server: Any, hinder: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    server.ask(*hinder)
+    tier = built(server, "model", "seed 0")
+    assert caplog.records == []
+    assert tier._store.contains([make_key(1)]) == [False]
+    assert tier.close(5.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import random
+from typing import Final
 
-from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
+from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable, UnsupportedError
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor
@@ -19,26 +20,49 @@ from kvstow.tier import Tier
 
 logger = logging.getLogger("kvstow")
 
+_OTHER_ROOT: Final = (
+    "the block hashes of the engines that share it begin with another root ({word}; here {ours}): nothing would be "
+    "shared. Give PYTHONHASHSEED the same value on all of them, or on none. If none of those runs any more, set "
+    "another redis.prefix, or remove the entry {name}, which is gone an hour after its last use"
+)
 
-def build_redis(settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics) -> Tier | None:
+
+def build_redis(
+    settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics, root: tuple[str, str] | None = None
+) -> Tier | None:
     """The Redis tier; None: not set. A server that can't be used now is logged, and asked again later.
 
-    Raises ``SettingsError`` when the settings can't be used, or redis-py isn't installed.
+    ``root``: where this engine's block hashes begin, behind a digest of all else that KV depends on.
+
+    Raises ``SettingsError`` when the settings can't be used, or redis-py isn't installed, ``UnsupportedError`` where
+    the engines that share the server begin elsewhere.
     """
     if settings.redis.url is None:
         return None
     options = redis_options(settings)
     try:
+        from kvstow.store.redis.root import Root
         from kvstow.store.redis.store import RedisStore
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "redis":
             raise
         raise SettingsError("redis.url is set, and redis-py isn't installed: pip install 'kvstow[redis]'") from error
-    redis = RedisStore(options, clock)
+    differs: list[str] = []
+
+    def other_root(name: bytes, word: str) -> None:
+        ours = root[1] if root else ""
+        differs.append(_OTHER_ROOT.format(word=word, ours=ours, name=name.decode(errors="replace")))
+        logger.error("Redis (%r): %s", options, differs[0])
+
+    own = Root(options.prefix.encode(), *root, clock, other_root) if root else None
+    redis = RedisStore(options, clock, own)
     try:
         redis.ping()
     except (StoreUnavailable, StoreRefused) as error:
         logger.warning("Redis (%r) can't be used now, kvstow goes on without it: %s", options, error)
+    if differs:
+        redis.close()
+        raise UnsupportedError(f"tier redis: {differs[0]}")
     store: Store = Retry(redis, clock, random.Random(os.urandom(16)))
     if settings.redis.write_limit is not None:
         store = WriteLimit(store, clock, bytes_s=settings.redis.write_limit)

@@ -43,10 +43,11 @@ def lower_tiers(
     describe: Callable[[bytes], Mapping[str, object]],
     device: int,
     not_persistent: str | None,
+    root: tuple[str, str] | None = None,
 ) -> list[Tier]:
     """``shapes[g][s]`` is what the KV of shard ``s`` of group ``g`` is; ``describe`` says for people what a namespace
     is; ``device``: which of this host's engines it is; ``not_persistent``: why this KV must not outlive the process,
-    or None.
+    or None; ``root``: where its block hashes begin, behind a digest of all else that KV depends on.
 
     Raises ``UnsupportedError`` where it must not and a tier would keep it, or a codec does not suit it,
     ``SettingsError`` where a tier's settings can't be used.
@@ -58,7 +59,7 @@ def lower_tiers(
     coder_of, key = coders(settings, list(asked), layout, shapes), integrity_key(settings)
     built = (
         build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device),
-        build_redis(settings, layout, clock=clock, metrics=metrics),
+        build_redis(settings, layout, clock=clock, metrics=metrics, root=root),
         *build_plugins(settings, layout, clock=clock, metrics=metrics),
     )
     tiers = [tier for tier in built if tier is not None]

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 SEED_VARIABLE: Final = "PYTHONHASHSEED"
+ROOT: Final = "block hash root"
 CRYPTOGRAPHIC: Final = ("sha256", "sha256_cbor")
 _FROM_FILES: Final = frozenset(
     ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache", "gguf")
@@ -48,6 +49,12 @@ class Identity:
     @property
     def namespace(self) -> Namespace:
         return Namespace.from_fields(self.fields)
+
+    def root(self) -> tuple[str, str]:
+        """Digest of all that the namespace is but where block hashes begin, and that. Engines that differ in it alone
+        would miss each other's chunks."""
+        others = {name: value for name, value in self.fields.items() if name != ROOT}
+        return Namespace.from_fields(others).hex(), self.fields.get(ROOT, "")
 
     def describe(self) -> dict[str, str]:
         """What the namespace stands for, for people."""
@@ -231,7 +238,7 @@ def _parallel_fields(parallel: Any) -> dict[str, str]:
 
 def _hash_fields(algorithm: str, seed: str | None) -> dict[str, str]:
     root = "random" if root_hash_is_random(algorithm, seed) else "vLLM's default" if seed is None else f"seed {seed}"
-    fields = {"block hash": algorithm, "block hash root": root}
+    fields = {"block hash": algorithm, ROOT: root}
     if not algorithm.endswith("_cbor"):
         fields["block hash pickle protocol"] = str(_pickle_protocol())
     return fields

@@ -28,6 +28,7 @@ from kvstow.store.redis.envelope import (
     unpack,
 )
 from kvstow.store.redis.options import RedisOptions
+from kvstow.store.redis.root import Root
 from kvstow.store.redis.servers import open_servers
 from kvstow.store.redis.session import Command, Link, Links, Session, as_store_error
 from kvstow.store.redis.wire import Passing, Wire
@@ -67,8 +68,9 @@ class Fullness:
 class RedisStore:
     """See the module. It connects when it is first asked, and again whenever a connection was lost."""
 
-    def __init__(self, options: RedisOptions, clock: Clock) -> None:
+    def __init__(self, options: RedisOptions, clock: Clock, root: Root | None = None) -> None:
         self._options = options
+        self._root = root
         self._clock = clock
         self._prefix = options.prefix.encode()
         self._servers = open_servers(options)
@@ -78,7 +80,12 @@ class RedisStore:
 
     def ping(self) -> None:
         """Raises ``StoreUnavailable`` or ``StoreRefused`` when the server can't be used now."""
-        self._call(lambda session: session.ask([self._prefix], [("GETRANGE", self._prefix, 0, 0)]))
+        self._call(self._ping)
+
+    def _ping(self, session: Session) -> None:
+        session.ask([self._prefix], [("GETRANGE", self._prefix, 0, 0)])
+        if self._root is not None:
+            self._root.renew(session)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """One round trip, and one more where chunks are in parts. It counts as a use: the server evicts others."""
@@ -126,8 +133,9 @@ class RedisStore:
 
     # --- existence --------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _contains(session: Session, names: Sequence[bytes]) -> list[bool]:
+    def _contains(self, session: Session, names: Sequence[bytes]) -> list[bool]:
+        if self._root is not None:
+            self._root.renew(session)
         heads = session.ask(names, [_head(name) for name in names])
         envelopes = [unpack(head) if head else None for head in heads]
         parts = [p for name, e in zip(names, envelopes, strict=True) if e is not None for p in e.names(name)]
