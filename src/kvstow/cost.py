@@ -21,6 +21,7 @@ SLOWER_STEP: Final = 1.5  # ... and raises the scale by this: an outlier moves l
 WIN: Final = 0.8  # a load must take at most this share of the time to compute what it brings: estimates are rough
 SLACK_S: Final = 0.2  # longest wait for a sign of life beyond twice the expected; all of it without estimates
 SLACK_SHARE: Final = 0.25  # of the time to compute: what a wait for nothing may cost at most, beyond twice the expected
+ASSUMED_PREFILL_S: Final = 1 / 4000  # a prompt token on a fast engine, while nothing has been computed
 MIN_PREFILL_TOKENS: Final = 64  # observed before the rate of computing is believed
 PREFILL_WEIGHT_TOKENS: Final = 512  # a step of as many prompt tokens weighs 1: the tails of hits tell little
 MAX_WEIGHT: Final = 4.0
@@ -106,6 +107,7 @@ class Costs:
         self._prefill = Line()
         self._prefill_tokens = 0
         self._decode = Mean()
+        self.backlog_tokens = 0  # prompt tokens that this engine must compute before those of who asks now
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
@@ -128,9 +130,9 @@ class Costs:
     # --- expecting ----------------------------------------------------------------------------------------------------
 
     def compute_s(self, chunks: int) -> float | None:
-        """To compute so many chunks. None: not known yet."""
+        """Until so many chunks were computed, if not loaded. None: not known yet."""
         each = self.prefill_s
-        return None if each is None else each * self.chunk_tokens * chunks
+        return None if each is None else each * (self.chunk_tokens * chunks + self.backlog_tokens)
 
     def load_s(self, tier: int, size: int) -> float | None:
         """To read ``size`` bytes, all that is under way before included. None: not known yet."""
@@ -146,32 +148,40 @@ class Costs:
         load, compute = self.load_s(tier, size), self.compute_s(gained)
         return load is None or compute is None or load + self.probes[tier].seconds <= WIN * compute
 
-    def plan(self, ready_s: Sequence[float | None]) -> int:
+    def plan(self, ready_s: Sequence[float | None], *, going_on: bool = False) -> int:
         """How many chunks to wait for, of a run whose chunk ``i`` is expected in ``ready_s[i]`` seconds (None: nobody
-        knows, 0: it is here): the number that saves most, 0 when none does."""
+        knows, 0: it is here): the number that saves most, 0 when none does.
+
+        What is loaded while the engine computes its backlog costs nothing. Without an estimate of computing all are
+        worth a first wait, and ``going_on`` with it only as far as a fast engine would not have computed them.
+        """
         if self.min_tokens is not None:
             return len(ready_s) if len(ready_s) * self.chunk_tokens >= self.min_tokens else 0
-        each = self.compute_s(1)
-        if each is None:
-            return len(ready_s)
+        prefill_s = self.prefill_s
+        if prefill_s is None:
+            if not going_on:
+                return len(ready_s)
+            prefill_s = ASSUMED_PREFILL_S
+        each, free_s = WIN * prefill_s * self.chunk_tokens, prefill_s * self.backlog_tokens
         best, saved, wait = 0, 0.0, 0.0
         for count, ready in enumerate(ready_s, 1):
-            wait = max(wait, ready or 0.0)
-            if WIN * each * count - wait > saved:
-                best, saved = count, WIN * each * count - wait
+            wait = max(wait, (ready or 0.0) - free_s)
+            if each * count - wait > saved:
+                best, saved = count, each * count - wait
         return best
 
     def pays_from(self, tier: int, size: int, queued: int) -> int | None:
         """The least number of chunks of ``size`` bytes, behind ``queued`` others, that pays. None: no number does."""
-        each, line = self.compute_s(1), self.reads[tier]
+        each, line = self.prefill_s, self.reads[tier]
         if each is None:
             return 1
-        gain = WIN * each - line.each_s * size
-        return max(1, ceil(line.seconds(queued) / gain)) if gain > 0 else None
+        over_s = line.seconds(queued) - each * self.backlog_tokens
+        gain = WIN * each * self.chunk_tokens - line.each_s * size
+        return 1 if over_s <= 0 else ceil(over_s / gain) if gain > 0 else None
 
     def patience_s(self, first_s: float | None, compute_s: float | None) -> float:
-        """How long to wait before looking again, when the next chunk is expected in ``first_s`` and what is waited for
-        would take ``compute_s`` to compute."""
+        """How long to wait before looking again, when the next chunk is expected in ``first_s`` and all that was
+        waited for would have taken ``compute_s`` to compute."""
         if compute_s is None:
             return SLACK_S
         if first_s is None:

@@ -244,6 +244,10 @@ class Engine:
         """Whether ``stepped`` is of any use."""
         return bool(self._tiers)
 
+    def backlog(self, prefill_tokens: int) -> None:
+        """So many prompt tokens vLLM has admitted and not computed: they come before those of who asks now."""
+        self._costs.backlog_tokens = prefill_tokens
+
     def stepped(self, prefill_tokens: int, seconds: float) -> None:
         """A step of vLLM took ``seconds`` and computed so many prompt tokens: what loading is measured against."""
         self._costs.stepped(prefill_tokens, seconds)

@@ -138,7 +138,7 @@ class Judge:
 
     def still(self, ready_s: Sequence[float | None]) -> int:
         """How many chunks of a run are still worth waiting for."""
-        chunks = self._costs.plan(ready_s)
+        chunks = self._costs.plan(ready_s, going_on=True)
         self._metrics.count("fetch_extensions", int(chunks > 0))
         return chunks
 
@@ -154,17 +154,18 @@ class Judge:
         compute_s = self._costs.compute_s(gained)
         wait.limit_s = wait.began_s + (COLD_LIMIT_S if compute_s is None else compute_s)
         probe = next((p for t, p in zip(self._tiers, self._costs.probes, strict=True) if t.usable), None)
-        self._renew(wait, probe.seconds if probe is not None and probe.known else None, compute_s)
+        wait.worth_s = compute_s
+        self._renew(wait, probe.seconds if probe is not None and probe.known else None)
 
     def renew(self, wait: Wait, ready_s: Sequence[float | None]) -> None:
         """It is worth waiting for this run: until the next chunk should have come."""
         next_s = next((each for each in ready_s if each != 0.0), 0.0)
-        self._renew(wait, next_s, self._costs.compute_s(len(ready_s)))
+        self._renew(wait, next_s)
 
-    def _renew(self, wait: Wait, next_s: float | None, compute_s: float | None) -> None:
+    def _renew(self, wait: Wait, next_s: float | None) -> None:
         wait.looked_s = now = self._clock.monotonic()
         if self._deadline_s is None:
-            wait.deadline_s = min(wait.limit_s, now + self._costs.patience_s(next_s, compute_s))
+            wait.deadline_s = min(wait.limit_s, now + self._costs.patience_s(next_s, wait.worth_s))
 
     def keep(self, wait: Wait) -> None:
         """Everything has come: it stays pinned a little, until vLLM has room for the request."""

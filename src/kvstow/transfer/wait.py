@@ -71,6 +71,7 @@ class Wait:
     unanswered: bool = False  # a tier is still asked for what comes next
     over: bool = False
     explores: int = NOBODY
+    worth_s: float | None = None  # what computing all of it would take; None: it wasn't known
     looked_s: float = 0.0  # when it was last looked at whether waiting pays
     seen_version: int = -1
 

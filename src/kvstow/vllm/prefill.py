@@ -34,13 +34,27 @@ class StepTimes:
         self._open: deque[_Step] = deque(maxlen=MAX_OPEN_STEPS)
         self._number = 0
         self._ended_s = float("-inf")
+        self._backlog = 0
+
+    def admitted(self, tokens: int) -> None:
+        """vLLM is going to compute so many prompt tokens of a request."""
+        if self._engine.learns:
+            self._set_backlog(self._backlog + tokens)
+
+    def _set_backlog(self, tokens: int) -> None:
+        if tokens != self._backlog:
+            self._backlog = tokens
+            self._engine.backlog(tokens)
 
     def began(self, output: SchedulerOutput) -> int:
         """A step is sent to the workers. The number that they are to give back; 0: nobody asks."""
         if not output.total_num_scheduled_tokens or not self._engine.learns:
             return 0
+        prefill = prefill_tokens(output)
+        # A request that is gone or preempted is not subtracted: with nothing to compute there is no backlog either.
+        self._set_backlog(max(0, self._backlog - prefill) if prefill else 0)
         self._number += 1
-        self._open.append(_Step(self._number, self._clock.monotonic(), prefill_tokens(output)))
+        self._open.append(_Step(self._number, self._clock.monotonic(), prefill))
         return self._number
 
     def ended(self, number: int) -> None:

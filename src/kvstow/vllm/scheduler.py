@@ -134,6 +134,7 @@ class SchedulerSide:
         tracked.sources = self._sources(request.request_id, external_tokens)
         self._count_lookup(tracked)
         if external_tokens == 0:
+            self._times.admitted(request.num_tokens - tracked.local_tokens)
             self._forget(request.request_id)
             return
         start, end = tracked.local_tokens, tracked.local_tokens + external_tokens
