@@ -1,0 +1,84 @@
+"""kvstow under the name of LMCache's connector: which class vLLM takes, and whose settings are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+
+from kvstow.errors import SettingsError
+from kvstow.vllm import start
+from kvstow.vllm.connector import KVStowConnector
+from kvstow.vllm.lmcache import LMCacheConnectorV1
+from tests.engine_contract.stack import Shape
+from tests.engine_contract.vllm_scheduler import Driver
+
+pytestmark = pytest.mark.contract
+
+BLOCK: dict[str, Any] = {
+    "kv_connector": "LMCacheConnectorV1", "kv_connector_module_path": "kvstow.vllm.lmcache", "kv_role": "kv_both",
+}  # fmt: skip
+
+
+def config(workers: int = 1, **transfer: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(**{**BLOCK, **transfer}),
+        parallel_config=SimpleNamespace(world_size=workers),
+    )
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_MAX_LOCAL_CPU_SIZE", "2")
+
+
+def test_the_modules_path_is_stronger_than_the_name_that_vllm_has_registered() -> None:
+    assert "LMCacheConnectorV1" in KVConnectorFactory._registry
+    found: Any = KVConnectorFactory.get_connector_class(config().kv_transfer_config)
+    assert found is LMCacheConnectorV1
+    assert issubclass(found, KVStowConnector)
+    assert not supports_hma(found), "vLLM then takes its one-group fallback, as with KVStowConnector"
+
+
+def test_lmcaches_variables_are_read_under_its_name_and_sizes_are_of_every_worker() -> None:
+    effective = start._settings(config(workers=4))
+    assert effective.settings.memory.size == 8 << 30
+    assert effective.sources["memory.size"] == "LMCACHE_MAX_LOCAL_CPU_SIZE"
+
+
+def test_they_are_not_read_under_kvstows_own_name() -> None:
+    own = config(kv_connector="KVStowConnector", kv_connector_module_path=None)
+    assert start._settings(own).sources["memory.size"] == "default"
+    own.kv_transfer_config.kv_connector_extra_config = {"lmcache.chunk_size": 3}
+    with pytest.raises(SettingsError, match=r"unknown setting lmcache\.chunk_size"):
+        start._settings(own)
+
+
+def test_vllms_command_line_is_read_under_both_names() -> None:
+    both = config(kv_connector_extra_config={"lmcache.chunk_size": 64, "memory.policy": "s3fifo"})
+    effective = start._settings(both)
+    assert effective.settings.chunk_size == 64
+    assert effective.settings.memory.policy == "s3fifo"
+
+
+@pytest.mark.parametrize(("priority", "stored"), [(1, True), (2, False), (0, True)])
+def test_requests_above_the_priority_limit_are_restored_and_not_stored(priority: int, stored: bool) -> None:
+    driver = Driver(Shape(prefix_caching=False))
+    side = driver.stack.side
+    side._rules = replace(side._rules, priority_limit=1)
+    prompt = list(range(40))
+
+    def hit_tokens(name: str, priority: int) -> float:
+        driver.add(name, prompt).priority = priority
+        driver.run(name)
+        driver.settle()
+        return driver.stack.counter("hit_tokens")
+
+    assert hit_tokens("first", priority) == 0
+    assert (hit_tokens("second", 9) > 0) is stored, "whoever stored it, a request of any priority may restore it"
+    driver.close()
