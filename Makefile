@@ -19,6 +19,7 @@ demo:  ## a real vLLM answers a repeated prompt from kvstow (minutes the first t
 test:  ## all tests, with vLLM 0.32 and the contract subset with vLLM 0.30
 	@$(ENV) contract
 	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest tests/rbln -m "rbln and not slow" -q
 	scripts/contract.sh
 
 check:  ## ruff, mypy, import contracts, banned names, size budgets
@@ -32,9 +33,10 @@ bench:  ## what kvstow costs and gains here, into out/bench.json (ARGS='--only c
 test-cuda:  ## the device suite, ordering and bandwidth on a CUDA device: at most 4 minutes, in the Python that runs it
 	@scripts/test-cuda.sh
 
-test-rbln:  ## vllm-rbln on an emulated NPU, with our connector
+test-rbln:  ## vllm-rbln on an emulated NPU with our connector, 3 minutes (its environment is made beside .venv)
 	@$(ENV) rbln
-	@scripts/test-rbln.sh $(ARGS)
+	.venv-rbln/bin/python -m pytest tests/rbln/test_engine.py tests/rbln/test_connector.py \
+		tests/rbln/test_scheduler_hooks.py -m rbln $(ARGS)
 
 clean:  ## remove environments, caches and results
 	rm -rf .venv .venv-vllm030 .venv-rbln .cache out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

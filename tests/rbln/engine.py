@@ -19,9 +19,6 @@ HOOKS = (
     "register_kv_caches", "set_host_xfer_buffer_ops", "finalize_kv_cache_registration", "flush_deferred_load",
     "handle_preemptions", "start_load_kv", "wait_for_save", "wait_for_layer_load", "save_kv_layer",
 )  # fmt: skip
-CONNECTOR = {
-    "kv_connector": "RBLNLMCacheConnectorV1", "kv_connector_module_path": "kvstow.vllm.rbln", "kv_role": "kv_both"
-}  # fmt: skip
 TOKENS = 6
 
 
@@ -84,7 +81,7 @@ def make_engine(case: dict[str, Any]) -> Any:
         str(case["model"]), model_impl="vllm", dtype="bfloat16", seed=0, max_model_len=case["max_model_len"],
         block_size=case["block_size"], max_num_batched_tokens=128, max_num_seqs=4, enforce_eager=case["eager"],
         num_gpu_blocks_override=case["blocks"], enable_prefix_caching=case.get("prefix_caching", False),
-        kv_transfer_config=CONNECTOR if case.get("connector", True) else None,
+        kv_transfer_config=case["kv_transfer_config"],
         additional_config={"use_custom_sampler": False} | case.get("additional_config", {}),
     )  # fmt: skip
 

@@ -1,0 +1,174 @@
+"""The unmodified vllm-rbln 0.12.0 on the emulated device, set up by the launch blocks of docs/how-to/rbln.md.
+
+Model and sizes are reduced. The second request is restored, to the same text, by plain copies only. ``make test-rbln``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from demo.model import tiny_llama
+from tests.rbln.blocks import Launch, alias_command, launches
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 600.0
+MEMORY, DIRECT = 0, 1  # the page's launch blocks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 30)]
+
+
+class Case(NamedTuple):
+    block: int = 1024
+    eager: bool = True
+    launch: int = MEMORY
+    prefix_caching: bool = False
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(100, 40000) for _ in range(length)]
+
+
+def environment(launch: Launch, case: Case, folder: Path) -> dict[str, str]:
+    """The block's variables, with less memory and the case's chunk size, and the emulator."""
+    variables = dict(launch.variables)
+    assert variables["LMCACHE_CHUNK_SIZE"] == launch.arguments["--block-size"] == "1024"
+    variables["LMCACHE_CHUNK_SIZE"] = str(case.block)
+    if case.launch == MEMORY:
+        variables["LMCACHE_MAX_LOCAL_CPU_SIZE"] = "0.1"
+    else:
+        variables["LMCACHE_EXTRA_CONFIG"] = variables["LMCACHE_EXTRA_CONFIG"].replace("2048", "64")
+        variables["RBLN_EMULATED_DRIVE"] = str(folder / "drive")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTOW_", "LMCACHE_"))}
+    return kept | variables | {
+        "RBLN_EMULATE": "1", "PYTHONPATH": str(ROOT / "tests" / "rbln" / "boot"), "RBLN_VISIBLE_DEVICES": "0",
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(folder),
+    }  # fmt: skip
+
+
+def described(launch: Launch, case: Case, prompts: list[list[int]], connector: dict[str, Any] | None) -> dict[str, Any]:
+    """What ``tests.rbln.engine`` is to run."""
+    assert launch.arguments["--model-impl"] == "vllm"
+    return {
+        "model": str(tiny_llama()), "block_size": case.block, "eager": case.eager, "blocks": 5120 // case.block,
+        "max_model_len": 2048, "prefix_caching": case.prefix_caching, "prompts": prompts,
+        "kv_transfer_config": connector,
+        # KV is sized after the compile by a part of the vendor's compiler, which is not emulated.
+        "additional_config": {} if case.eager else {"use_dynamic_kv_cache": False},
+    }  # fmt: skip
+
+
+def start(case: dict[str, Any], environment: dict[str, str], folder: Path) -> Any:
+    result = folder / "result.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rbln.engine", json.dumps(case), str(result)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.fail(f"the engine ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}")
+    return json.loads(result.read_text())
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rbln")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllm_rbln() -> None:
+    try:
+        version = importlib.metadata.version("vllm-rbln")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("vllm-rbln is not installed here: make test-rbln")
+    assert version == "0.12.0"
+
+
+@cache
+def run(case: Case, folder: Path) -> Any:
+    """A prompt of a chunk and a half, twice."""
+    launch = launches()[case.launch]
+    words = prompt(case.block * 3 // 2, seed=1)
+    return start(
+        described(launch, case, [words, words], launch.kv_transfer_config), environment(launch, case, folder), folder
+    )
+
+
+CASES = [
+    pytest.param(Case(block, eager, launch), id=f"{name}-{block}-{'eager' if eager else 'compiled'}")
+    for launch, name in ((MEMORY, "memory"), (DIRECT, "RDSBackend"))
+    for block in (1024, 128)
+    for eager in (True, False)
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_second_request_is_restored_to_the_same_text_by_plain_copies(case: Case, folder: Path) -> None:
+    seen = run(case, folder)
+    first, second = seen["answers"]
+    assert (first["cached"], second["cached"]) == (0, case.block)
+    assert first["tokens"] == second["tokens"]
+
+    counted = seen["transfers"]
+    kinds = ("d2h", "h2d") if case.launch == MEMORY else ("d2d", "d2d")
+    assert all(counted[f"{kind}.bytes"] > 0 and counted[f"{kind}.async"] > 0 for kind in kinds)
+    assert [name for name in counted if name.startswith("fallback.") or name.endswith(".strided")] == []
+    if case.launch == MEMORY:
+        assert counted["d2h.bytes"] == counted["h2d.bytes"]
+        assert set(counted) == {f"{kind}.{what}" for kind in kinds for what in ("calls", "bytes", "async")}
+
+    log = "\n".join(seen["log"])
+    assert f"Retrieved {case.block} out of {case.block} required tokens" in log
+    assert "batched" not in log
+    assert ("direct storage (rds)" in log) == (case.launch == DIRECT)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_hooks_that_vllm_rbln_calls(case: Case, folder: Path) -> None:
+    hooks = run(case, folder)["hooks"]
+    assert hooks["register_kv_caches"] == hooks["set_host_xfer_buffer_ops"] == 1
+    assert hooks["flush_deferred_load"] > 0
+    assert hooks["handle_preemptions"] == hooks["start_load_kv"] > 0
+    # Registration is finalised by a hook after the warm-up, and without one it must happen anyway.
+    assert hooks.get("finalize_kv_cache_registration", 0) == (0 if case.eager else 1)
+    # Compiled models have no hook a layer: layer-wise transfer cannot work.
+    assert (hooks.get("save_kv_layer", 0) > 0) == case.eager
+
+
+def test_prefix_caching_by_sub_blocks_and_the_vendors_own_json(folder: Path, tmp_path: Path) -> None:
+    """With prefix caching on, a prompt that shares a block and a half: the same text as without a connector. The
+    connector is found under the vendor's module, by the line of the page that puts it there."""
+    case = Case(block=256, prefix_caching=True)
+    launch = launches()[MEMORY]
+    variables = environment(launch, case, folder)
+    shared = prompt(400, seed=2)
+    prompts = [shared + prompt(200, seed=3), shared + prompt(200, seed=4), shared + prompt(200, seed=3)]
+    bare = start(described(launch, case, prompts, None), variables, tmp_path)
+
+    line = alias_command().replace("sysconfig.get_path(\"purelib\")", f'"{tmp_path}"')
+    subprocess.run(["bash", "-c", line], check=True)
+    assert (tmp_path / "lmcache_rbln" / "integration" / "vllm" / "connector.py").exists()
+    variables["PYTHONPATH"] += f":{tmp_path}"
+    connector = {name: value for name, value in launch.kv_transfer_config.items() if name != "kv_connector_module_path"}
+    seen = start(described(launch, case, prompts, connector), variables, tmp_path)
+    assert [answer["tokens"] for answer in seen["answers"]] == [answer["tokens"] for answer in bare["answers"]]
+    assert [answer["cached"] for answer in seen["answers"]] == [answer["cached"] for answer in bare["answers"]]
+    assert "kvstow is ready" in "\n".join(seen["log"])
+
+
+def test_the_page_has_a_block_a_tier() -> None:
+    memory, direct = launches()
+    assert "LMCACHE_STORAGE_PLUGINS" not in memory.variables
+    assert direct.variables["LMCACHE_STORAGE_PLUGINS"] == "RDSBackend"
+    assert json.loads(direct.variables["LMCACHE_EXTRA_CONFIG"])["rds_failure_policy"] == "ignore"
+    for launch in (memory, direct):
+        assert launch.kv_transfer_config["kv_connector_module_path"] == "kvstow.vllm.rbln"
