@@ -50,7 +50,7 @@ def damage(folder: Path) -> int:
 
 
 def main(folder: str, out: str, damaged: str) -> None:
-    disk = {"paths": [folder], "size": "1GB", "min_free": 0}
+    disk = {"paths": [folder], "size": "1GB", "min_free": 0, "codec": "lossless"}
     extra = {"memory.size": "200MB", "disk": disk, "fetch": {"deadline_ms": 20_000, "min_tokens": 0}}
     llm = make_engine(str(tiny_llama()), extra, enable_prefix_caching=False)
     harmed = damage(Path(folder)) if damaged == "damage" else 0

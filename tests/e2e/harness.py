@@ -110,6 +110,17 @@ def run(
     return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens or 0} for o in outputs]
 
 
+def likely(llm: Any, tokens: dict[str, Any], params: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Eight greedy tokens after a prompt, the logarithm of each one's probability, and how many were not computed."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1, extra_args=params or None)
+    [output] = llm.generate([tokens], sampling, use_tqdm=False)
+    chosen = output.outputs[0]
+    logs = [step[token].logprob for step, token in zip(chosen.logprobs, chosen.token_ids, strict=True)]
+    return {"tokens": list(chosen.token_ids), "log_p": logs, "cached": output.num_cached_tokens or 0}
+
+
 def drain(llm: Any) -> None:
     """Step an idle engine until kvstow has nothing on its way, as vLLM's own loop does."""
     core = llm.llm_engine.engine_core.engine_core

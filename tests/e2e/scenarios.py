@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from demo.model import tiny_gemma3, tiny_llama, tiny_mla
-from tests.e2e.harness import BLOCK, PageOracle, counters, drain, make_engine, prompt, run, scheduler_of, side_of
+from tests.e2e.harness import (
+    BLOCK,
+    PageOracle,
+    counters,
+    drain,
+    likely,
+    make_engine,
+    prompt,
+    run,
+    scheduler_of,
+    side_of,
+)
 
 TOKENS = 4
 
@@ -134,9 +145,38 @@ def mla() -> dict[str, Any]:
 
 
 def gemma3() -> dict[str, Any]:
-    """Sliding and full attention: vLLM's one-group fallback."""
-    llm = make_engine(str(tiny_gemma3()), {"memory.size": "200MB", "chunk_size": BLOCK})
-    return _passes(llm, PageOracle(), [BLOCK, 3 * BLOCK + 5])
+    """Sliding and full attention: vLLM's one-group fallback. With a lossy tier below, which only its last part uses."""
+    with tempfile.TemporaryDirectory() as folder:
+        disk = {"paths": [folder], "size": "100MB", "min_free": 0, "codec": "cachegen"}
+        fetch = {"deadline_ms": 20_000, "min_tokens": 0}
+        extra = {"memory.size": "200MB", "chunk_size": BLOCK, "disk": disk, "fetch": fetch}
+        llm = make_engine(str(tiny_gemma3()), extra)
+        result = _passes(llm, PageOracle(), [BLOCK, 3 * BLOCK + 5])
+        result["wrong_pages"] = list(result["wrong_pages"])  # the lossy ones are not of it
+        result["lossy"] = _lossy(llm, Path(folder))
+    return result
+
+
+def _lossy(llm: Any, folder: Path) -> dict[str, Any]:
+    """A prompt computed, restored from the tier with a lossy codec, and continued; how far its outputs went astray."""
+    tokens = prompt(5 * BLOCK + 3, seed=-3)
+    longer = {"prompt_token_ids": tokens["prompt_token_ids"] + prompt(2 * BLOCK, seed=-4)["prompt_token_ids"]}
+    computed = likely(llm, tokens)
+    drain(llm)
+    files = {path: path.stat().st_size for path in folder.rglob("*.kv")}
+    rows = {}
+    anew = {"kv_transfer_params": {"kvstow.skip_load": True}}
+    for name, params in (("restored", {}), ("continued", {}), ("exact", anew)):
+        if name != "continued":
+            side_of(llm)._engine._index.reset()
+            assert scheduler_of(llm).reset_prefix_cache()
+        rows[name] = likely(llm, longer if name == "continued" else tokens, params)
+        drain(llm)
+        rows[name]["files"] = len(list(folder.rglob("*.kv")))
+    return {
+        "computed": computed, **rows, "bytes": max(files.values()), "raw_bytes": counters(llm)["stored_raw_bytes|disk"],
+        "stored_bytes": counters(llm)["stored_bytes|disk"], "files": len(files),
+    }
 
 
 def tensor_parallel() -> dict[str, Any]:

@@ -68,6 +68,21 @@ def test_sliding_windows_through_the_one_group_fallback(scenario: Scenario) -> N
     assert all(tokens > 0 for tokens in seen["restored"].values())
 
 
+def test_a_lossy_tier_gives_back_what_is_near_and_what_is_computed_on_it_is_not_kept(scenario: Scenario) -> None:
+    seen = scenario("gemma3")["lossy"]
+    computed, restored = seen["computed"], seen["restored"]
+    assert restored["cached"] == 5 * BLOCK
+    assert seen["continued"]["cached"] == 5 * BLOCK
+    assert seen["continued"]["files"] == restored["files"] == seen["files"], "what follows lossy KV was stored"
+    assert seen["exact"]["cached"] == 0
+    assert seen["exact"]["tokens"] == computed["tokens"]
+    assert seen["stored_bytes"] < seen["raw_bytes"]
+    astray = abs(computed["log_p"][0] - restored["log_p"][0])
+    same = sum(a == b for a, b in zip(computed["tokens"], restored["tokens"], strict=True))
+    print(f"cachegen: {same} of {len(computed['tokens'])} tokens as computed, the first's log p {astray:.4f} off")
+    assert astray < 1.0
+
+
 def test_tensor_parallel_ranks_share_one_object_a_chunk(scenario: Scenario) -> None:
     seen = scenario("tensor_parallel")
     assert seen["different"] == []

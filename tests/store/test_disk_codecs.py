@@ -106,7 +106,7 @@ def live(given: Settings, *, store: bool = False) -> tuple[list[tuple[bytes, ...
 
 @pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("codec", ["raw", *CODED])
-def test_a_restarted_engine_restores_what_was_stored(tmp_path: Path, codec: str, keyed: bool) -> None:
+def test_a15_a_restarted_engine_restores_what_was_stored(tmp_path: Path, codec: str, keyed: bool) -> None:
     more = {"integrity_key_file": str(key_file(tmp_path, b"k" * 32))} if keyed else {}
     given = settings(tmp_path, codec, **more)
     _, counters = live(given, store=True)

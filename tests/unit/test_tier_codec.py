@@ -137,6 +137,26 @@ def test_what_a_tier_has_is_not_coded_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert one.counter("refused_chunks|t|rejected") == 1
 
 
+def test_a15_a_codec_that_fails_is_a_failed_store_and_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, coding = One("lossless"), coder("lossless")
+    one.tier.use(coding, None)
+    encode = type(coding._codec).encode
+
+    def broken(*_: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(type(coding._codec), "encode", broken)
+    assert not one.write(1)
+    assert not one.tier.holds(key(1))
+    assert one.counter("failed_chunks|t|error") == 1
+    assert one.counter("stored_chunks|t") == 0
+    monkeypatch.setattr(type(coding._codec), "encode", encode)
+    monkeypatch.setattr(type(coding._codec), "decode", broken)
+    assert one.write(1)
+    assert one.read(1)[0] is Got.MISS
+    assert one.counter("failed_chunks|t|error") == 2
+
+
 def test_seconds_of_coding_are_counted() -> None:
     one = One("lossless")
     coding = one.tier._moves.coder
