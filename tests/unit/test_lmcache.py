@@ -304,6 +304,40 @@ def test_remote_urls(url: str, comes_to: dict[str, Any]) -> None:
     assert {key: of(effective, key) for key in comes_to} == comes_to
 
 
+@pytest.mark.parametrize(
+    ("url", "extra", "comes_to"),
+    [
+        ("s3://b.s3.us-east-1.amazonaws.com", {"s3_region": "r"}, {"objects.url": "s3://b", "objects.region": "r"}),
+        ("s3://my.b.s3-us-west-2.amazonaws.com/p/q", {}, {"objects.url": "s3://my.b/p/q"}),
+        ("s3://b", {}, {"objects.url": "s3://b"}),
+        (
+            "s3://b.minio.internal:9000", {},
+            {"objects.url": "s3://b", "objects.endpoint": "https://minio.internal:9000"},
+        ),
+        (
+            "s3://b.minio:9000", {"disable_tls": True},
+            {"objects.url": "s3://b", "objects.endpoint": "http://minio:9000", "objects.allow_http": True},
+        ),
+        (
+            "mooncakestore://h:50051/",
+            {"metadata_server": "http://h/m", "mooncake_protocol": "rdma", "protocol": "tcp"},
+            {"mooncake.master": "h:50051", "mooncake.metadata": "http://h/m", "mooncake.protocol": "rdma"},
+        ),
+        (
+            "mooncakestore://", {"master_server_address": "h:1", "device_name": "mlx5_0"},
+            {"mooncake.master": "h:1", "mooncake.device": "mlx5_0"},
+        ),
+    ],
+)  # fmt: skip
+def test_remote_urls_of_object_stores_and_mooncake(url: str, extra: dict[str, Any], comes_to: dict[str, Any]) -> None:
+    keys = {"remote_url": url, "extra_config": extra, "remote_serde": "cachegen", "blocking_timeout_secs": 2}
+    entries, _ = module.translate({key: module.Given(value, key) for key, value in keys.items()}, 1)
+    got = {entry.key: entry.value for entry in entries}
+    section = next(iter(comes_to)).partition(".")[0]
+    both = {f"{section}.codec": "cachegen", f"{section}.timeout_ms": 2000}
+    assert {key: value for key, value in got.items() if key.startswith(section)} == {**comes_to, **both}
+
+
 @pytest.mark.parametrize("scheme", ["lm", "infinistore", "fs", "hf3fs", "azure", "bigtable", "eic", "mock", "audit"])
 def test_remote_urls_of_tiers_that_kvstow_lacks_are_refused_without_their_password(scheme: str) -> None:
     error = refused(remote_url=f"{scheme}://user:hunter2@host:1")

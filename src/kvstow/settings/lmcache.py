@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -38,6 +39,7 @@ DEFAULT_POOL_GIB: Final = 5.0
 DEFAULT_REDIS: Final = "redis://localhost:6379"
 RDS: Final = "RDSBackend"
 POLICIES: Final = {"LRU": "lru", "FIFO": "lru", "LFU": "s3fifo"}
+AMAZON: Final = re.compile(r"(.+?)\.(s3[.-].*\.amazonaws\.com)")
 CODECS: Final = {"naive": "raw", "cachegen": "cachegen"}
 
 
@@ -381,15 +383,27 @@ class _Translator:
                 "local_disk"
             )
         section, written, topology = REMOTE_SCHEMES[scheme]
-        if section == "mooncake":
-            return self._mooncake(rest, name)
-        self._set(f"{section}.url", f"{written}://{rest.replace(f'{scheme}://', '')}", name)
+        if section != "redis":
+            return self._mooncake(rest, name) if section == "mooncake" else self._objects(rest, name)
+        self._set("redis.url", f"{written}://{rest.replace(f'{scheme}://', '')}", name)
         if topology:
-            self._set(f"{section}.topology", topology, name)
-        if section == "objects":
-            for theirs, ours in (("s3_region", "objects.region"),):
-                self._from_extra(theirs, ours)
+            self._set("redis.topology", topology, name)
         return section
+
+    def _objects(self, rest: str, name: str) -> str:
+        """LMCache's S3 URL has the bucket before the host's name, as in ``bucket.s3.us-east-1.amazonaws.com``."""
+        host, _, prefix = rest.partition("/")
+        amazon = AMAZON.fullmatch(host)
+        bucket, where = amazon.groups() if amazon else host.partition(".")[::2]
+        self._used.add("disable_tls")
+        plain = not _is_off(self._extra.get("disable_tls"))
+        self._set("objects.url", f"s3://{bucket}/{prefix}".rstrip("/"), name)
+        if where and not where.endswith(".amazonaws.com"):
+            self._set("objects.endpoint", f"{'http' if plain else 'https'}://{where}", name)
+        if plain:
+            self._set("objects.allow_http", True, "extra_config")
+        self._from_extra("s3_region", "objects.region")
+        return "objects"
 
     def _mooncake(self, rest: str, name: str) -> str:
         master = rest.strip("/")

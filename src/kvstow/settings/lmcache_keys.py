@@ -161,6 +161,12 @@ EXTRA_MAPPED: Final = {
     "redis_url": "`redis.url`, with `remote_storage_plugins: redis`",
     "remote_storage_plugin.redis.redis_url": "`redis.url`, with `remote_storage_plugins: redis`",
     "disk_io_threads": "`disk.threads`",
+    "s3_region": "`objects.region`",
+    "disable_tls": "with `s3://`: `objects.allow_http`, and an endpoint of `http://`",
+    "master_server_address": "`mooncake.master`; also with `mooncake_` before it, as the next three",
+    "metadata_server": "`mooncake.metadata`",
+    "protocol": "`mooncake.protocol`",
+    "device_name": "`mooncake.device`",
 }
 _EXTRA_REFUSED: Final = {
     "enable_nixl_storage": "there is no NIXL storage: set local_disk or remote_url",
@@ -170,6 +176,9 @@ _EXTRA_REFUSED: Final = {
     "valkey_mode": "for a Cluster write remote_url as redis-cluster://host:port",
     "username": "write remote_url as redis://user:password@host:port",
     "password": "write remote_url as redis://user:password@host:port",
+    "aws_access_key_id": "credentials are found where AWS's tools find them: set AWS_ACCESS_KEY_ID",
+    "aws_secret_access_key": "credentials are found where AWS's tools find them: set AWS_SECRET_ACCESS_KEY",
+    "s3_enable_s3express": "S3 Express isn't served: use an ordinary bucket",
     "tls_enable": "write remote_url as rediss://host:port",
 }
 _EXTRA_IGNORED: Final = {
@@ -177,6 +186,8 @@ _EXTRA_IGNORED: Final = {
     "direct I/O is used wherever the filesystem takes it": "use_odirect use_direct_io",
     "ranks that hold the same bytes store them once": "save_only_first_rank first_rank_max_local_cpu_size",
     "set redis.ttl": "valkey_enable_ttl valkey_ttl_sec",
+    "set objects.threads": "s3_num_io_threads",
+    "the client chooses": "s3_prefer_http2",
     "set redis.threads": "valkey_sync_num_workers resp_num_threads",
     "it only matters with enable_nixl_storage, which is refused": (
         "nixl_backend nixl_pool_size nixl_path nixl_path_sharding nixl_presence_cache nixl_presence_cache_only "
