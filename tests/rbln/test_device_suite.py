@@ -9,14 +9,14 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvstow.device.base import Device, KVSpec
+from kvstow.device.base import Device, KVSpec, Transfer
 from kvstow.device.rbln.device import RblnDevice
 from kvstow.device.rbln.layouts import BlockAxis
 from kvstow.device.rbln.runtime import TorchRbln
 from kvstow.errors import UnsupportedError
 from kvstow.layout import GroupPages
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.testing.device_suite import DeviceSuite
+from kvstow.testing.device_suite import DeviceSuite, everything
 from kvstow.testing.kv_layouts import Built, Shape, fill
 from tests.rbln import emulator, layouts
 
@@ -87,6 +87,24 @@ class Rbln(DeviceSuite):
         assert (seen["d2h.bytes"], seen["h2d.bytes"]) == (moved, moved)
         assert seen["d2h.async"] == seen["d2h.calls"]
         return pages
+
+    def test_o8_a_copy_is_a_block_of_a_layer_or_its_k_or_v(self, device: Device) -> None:
+        """Blocks of 1,024 tokens in kernel blocks of 128: no smaller piece is moved, and no other block is written."""
+        built = self.build("kv_first", layers=3, blocks=5, tokens=1024, kernel_blocks=8, heads=1, size=4)
+        _, host = self.attach(device, built, blocks_per_chunk=2)
+        planes = 1 + self.axis
+        for load, start in enumerate((device.copy_out, device.copy_in)):
+            emulator.reset_counters()
+            start(load, [Transfer(host.place(0), [4, 1])])
+            self.good(device, load)
+            kind = ("d2h", "h2d")[load]
+            counted = emulator.counted()
+            assert set(counted) == {f"{kind}.calls", f"{kind}.bytes", f"{kind}.async"}
+            assert counted[f"{kind}.calls"] == 3 * 2 * planes
+        before = everything(built)
+        device.copy_in(9, [Transfer(host.place(0), [0], first_block=1)])
+        self.good(device, 9)
+        assert everything(built) == before | {(name, 0): before[name, 1] for name in built.specs}
 
     def test_a4_unknown_layout_is_refused_by_name(self, device: Device) -> None:
         spec = KVSpec(12, 16, 2, 16, 4, 16 * 2 * 2 * 16 * 4)

@@ -23,7 +23,6 @@ def test_a_hit_that_a_sub_block_wins_is_dropped() -> None:
     sim.engine.rules.ignore_hit = 1.0
     sim.serve("sub-block", tokens, 3)
     assert (sim.loads(), sim.engine.loaded_tokens) == (0, 0)
-    assert not sim.stack.pool.busy()
     sim.engine.rules.ignore_hit = 0.0
     sim.serve("warm", tokens, 3)
     assert sim.engine.loaded_tokens == 4 * sim.shape.chunk
