@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from kvstow import build
-from kvstow.device.base import Finished, Transfer
+from kvstow.device.base import Device, Finished, Transfer
 from kvstow.device.cpu import CpuDevice
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ChunkLayout, GroupLayout
@@ -17,7 +18,7 @@ from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.settings import Direct, Settings
 from kvstow.slots import Lease
-from kvstow.testing.kv_layouts import LAYOUTS, Shape, block_bytes, fill
+from kvstow.testing.kv_layouts import LAYOUTS, Built, Shape, block_bytes, fill
 from kvstow.vllm.direct import DirectDevice, open_direct
 
 NAMESPACE = Namespace.from_fields({"made by": "direct rig"})
@@ -32,14 +33,22 @@ def key(number: int) -> ChunkKey:
 class Rank:
     """One worker's device, with pages of its own."""
 
+    torch_device: ClassVar[str] = "cpu"
+
     def __init__(self, shard: int, shape: Shape) -> None:
-        self.built = LAYOUTS["packed_lbhnc"](shape)
+        self.built = self.build(shape)
         fill(self.built, shard)
-        self.inner = CpuDevice(ThreadExecutor("copy"), SystemClock())
+        self.inner = self.make_device()
         [self.pages] = self.inner.attach(self.built.caches, [self.built.specs])
         self.shard = shard
         self.device: DirectDevice | None = None
         self._ticket = 0
+
+    def build(self, shape: Shape) -> Built:
+        return LAYOUTS["packed_lbhnc"](shape)
+
+    def make_device(self) -> Device:
+        return CpuDevice(ThreadExecutor("copy"), SystemClock())
 
     def copy(self, work: Sequence[tuple[Lease, Sequence[int]]], *, load: bool) -> Finished:
         """Start a job and wait for its end."""
@@ -63,15 +72,18 @@ class Rank:
 
 
 class Rig:
-    """``ranks`` distinct shards over files in ``folder``."""
+    """``ranks`` distinct shards, over files in ``folder`` where there is one."""
+
+    make_rank: ClassVar[type[Rank]] = Rank
 
     def __init__(
-        self, folder: Path | str, ranks: int = 2, *, size: int = 4 << 20, shape: Shape | None = None, **direct: object
+        self, folder: Path | str | None, ranks: int = 2, *, size: int = 4 << 20, shape: Shape | None = None, **direct: object
     ) -> None:
-        self.ranks = [Rank(shard, shape or Shape(blocks=BLOCKS)) for shard in range(ranks)]
+        self.ranks = [self.make_rank(shard, shape or Shape(blocks=BLOCKS)) for shard in range(ranks)]
         block_bytes_ = tuple(rank.pages.block_bytes for rank in self.ranks)
         self.layout = ChunkLayout((GroupLayout(16, BLOCKS_PER_CHUNK, block_bytes_),))
-        options = {"engine": "file", "path": (str(folder),), "size": size, **direct}
+        paths = {} if folder is None else {"path": (str(folder),)}
+        options = {"engine": "file", "size": size, **paths, **direct}
         self.settings = Settings(direct=Direct(**options))  # type: ignore[arg-type]
         self.metrics = Metrics()
         self.extents, self.ref, self.engine = build.build_direct(
@@ -79,7 +91,7 @@ class Rig:
             metrics=self.metrics, lock_timeout_s=0.5,
         )  # fmt: skip
         for rank in self.ranks:
-            rank.device = open_direct(rank.inner, self.ref, rank.shard, torch.device("cpu"))
+            rank.device = open_direct(rank.inner, self.ref, rank.shard, torch.device(rank.torch_device))
 
     def store(self, chunks: dict[int, Sequence[int]]) -> list[Finished]:
         """Chunk number to the blocks that hold it on every rank. Commits what every rank has stored."""
