@@ -16,7 +16,7 @@ KEPT: Final = 0.9  # of what is known, at each observation: the last 10 or so co
 ANCHOR: Final = 0.5  # weight of the point (0, 0): observations of one size alone would leave the line's slope open
 FASTER: Final = 0.5  # an observation below this share of what was expected: the scale changes at once, by its root
 SLOWER: Final = 4.0  # one above this multiple counts as this multiple ...
-SLOWER_STEP: Final = 1.5  # ... and raises the scale by this: an outlier moves little, a few in a row move all
+SLOWER_STEP: Final = 2.0  # ... and raises the scale by this: an outlier moves little, a few in a row move all
 
 WIN: Final = 0.8  # a load must take at most this share of the time to compute what it brings: estimates are rough
 SLACK_S: Final = 0.2  # longest wait for a sign of life beyond twice the expected; all of it without estimates
