@@ -77,9 +77,9 @@ class Rig:
     make_rank: ClassVar[type[Rank]] = Rank
 
     def __init__(
-        self, folder: Path | str | None, ranks: int = 2, *, size: int = 4 << 20, shape: Shape | None = None, **direct: object
+        self, folder: Path | str | None, ranks: int = 2, *, size: int | None = 4 << 20, **direct: object
     ) -> None:
-        self.ranks = [self.make_rank(shard, shape or Shape(blocks=BLOCKS)) for shard in range(ranks)]
+        self.ranks = [self.make_rank(shard, Shape(blocks=BLOCKS)) for shard in range(ranks)]
         block_bytes_ = tuple(rank.pages.block_bytes for rank in self.ranks)
         self.layout = ChunkLayout((GroupLayout(16, BLOCKS_PER_CHUNK, block_bytes_),))
         paths = {} if folder is None else {"path": (str(folder),)}

@@ -1,0 +1,214 @@
+"""A worker's pipeline, every event ordered: bounded staging, fences that do not wait for NVMe, ends once each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvstow.direct.base import Extent
+from kvstow.direct.pipeline import Copied, Ended, Pipeline
+from kvstow.errors import CopyError
+from kvstow.testing.manual import ManualClock, ManualExecutor
+
+
+class FakeMover:
+    """Copies end when the test says so."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, tuple[str, int, bool]] = {}
+        self.done: list[Copied] = []
+        self.fenced: list[list[str]] = []
+
+    def start(self, ticket: int, item: str, area: int, *, load: bool, length: int) -> None:
+        assert area not in {other for _, other, _ in self.running.values()}
+        self.running[ticket] = (item, area, load)
+
+    def finish(self, item: str, error: str | None = None) -> None:
+        [ticket] = [ticket for ticket, (name, _, _) in self.running.items() if name == item]
+        del self.running[ticket]
+        self.done.append(Copied(ticket, error, 0 if error else 10))
+
+    def ended(self) -> list[Copied]:
+        done, self.done = self.done, []
+        return done
+
+    def fence(self, tickets: Sequence[int]) -> None:
+        items = [self.running[ticket][0] for ticket in tickets]
+        self.fenced.append(items)
+        for item in items:
+            self.finish(item)
+
+    def copying(self) -> list[str]:
+        return [item for item, _, _ in self.running.values()]
+
+
+class FakeMedia:
+    name = "fake"
+
+    def __init__(self, areas: int) -> None:
+        self.areas = areas
+        self.moves: list[str] = []
+        self.fails: dict[int, Exception] = {}
+        self.closed = 0
+
+    def _move(self, what: str, extent: Extent) -> None:
+        if extent.offset in self.fails:
+            raise self.fails[extent.offset]
+        self.moves.append(f"{what} {extent.offset}")
+
+    def write(self, area: int, extent: Extent) -> None:
+        self._move("write", extent)
+
+    def read(self, area: int, extent: Extent) -> None:
+        self._move("read", extent)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Rig:
+    def __init__(self, areas: int = 4, queue_limit: int = 100) -> None:
+        self.clock = ManualClock()
+        self.executor = ManualExecutor(self.clock, queue_limit=queue_limit, run_in_wait=True)
+        self.mover, self.media = FakeMover(), FakeMedia(areas)
+        self.pipeline: Pipeline[str] = Pipeline(self.media, self.mover, self.executor, self.clock)
+
+    def submit(self, ticket: int, *numbers: int, load: bool) -> None:
+        name = "load" if load else "store"
+        items = [(f"{name} {n}", Extent(n, 100, b"")) for n in numbers]
+        self.pipeline.submit(ticket, items, load=load)
+
+    def run(self) -> list[Ended]:
+        """Everything to its end."""
+        ended: list[Ended] = []
+        for _ in range(100):
+            for item in self.mover.copying():
+                self.mover.finish(item)
+            self.executor.run_all()
+            ended += self.pipeline.ended()
+        return ended
+
+    def check_idle(self) -> None:
+        assert sorted(self.pipeline._areas) == list(range(self.media.areas))
+        assert not self.pipeline._jobs
+        assert not self.pipeline._copying
+
+
+def test_a_store_is_copied_then_written() -> None:
+    rig = Rig()
+    rig.submit(1, 5, load=False)
+    assert rig.mover.copying() == ["store 5"]
+    assert rig.executor.pending == 0
+    rig.mover.finish("store 5")
+    assert rig.pipeline.ended() == []
+    rig.clock.advance(0.5)
+    rig.executor.run_all()
+    assert rig.media.moves == ["write 5"]
+    assert rig.pipeline.ended() == [Ended(1, False, (), 0, None, 10, 0.5)]
+    assert rig.pipeline.ended() == []
+    rig.check_idle()
+
+
+def test_a_load_is_read_then_copied() -> None:
+    rig = Rig()
+    rig.submit(1, 5, load=True)
+    assert rig.mover.copying() == []
+    rig.executor.run_all()
+    assert rig.pipeline.ended() == []
+    assert (rig.media.moves, rig.mover.copying()) == (["read 5"], ["load 5"])
+    rig.mover.finish("load 5")
+    assert rig.pipeline.ended() == [Ended(1, True, (), 0, None, 10, 0.0)]
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("load", [True, False])
+@pytest.mark.parametrize("areas", [1, 2, 5])
+def test_more_chunks_than_staging(areas: int, load: bool) -> None:
+    rig = Rig(areas)
+    rig.submit(1, *range(12), load=load)
+    rig.submit(2, *range(20, 25), load=load)
+    assert len(rig.mover.running) + rig.executor.pending <= areas
+    assert {end.ticket: end.moved_bytes for end in rig.run()} == {1: 120, 2: 50}
+    assert len(rig.media.moves) == 17
+    rig.check_idle()
+
+
+def test_a_quarter_of_the_staging_is_for_loads() -> None:
+    rig = Rig(8)
+    rig.submit(1, *range(10), load=False)
+    assert len(rig.mover.copying()) == 6
+    rig.submit(2, 90, 91, load=True)
+    assert rig.executor.pending == 2
+    rig.run()
+    rig.check_idle()
+
+
+def test_loads_are_read_before_stores_are_written() -> None:
+    rig = Rig()
+    rig.submit(1, 5, load=False)
+    rig.mover.finish("store 5")
+    rig.pipeline.ended()
+    rig.submit(2, 6, load=True)
+    rig.executor.run_all()
+    assert rig.media.moves == ["read 6", "write 5"]
+
+
+def test_what_fails_is_named_and_the_rest_goes_on() -> None:
+    rig = Rig()
+    rig.media.fails = {1: OSError(5, "Input/output error"), 3: CopyError("short")}
+    rig.submit(1, 0, 1, 2, 3, load=True)
+    [end] = rig.run()
+    assert (end.failed, end.io_failed, end.moved_bytes) == ((1, 3), 2, 20)
+    assert end.error == "OSError: [Errno 5] Input/output error"
+    rig.submit(2, 7, 8, load=False)
+    rig.mover.finish("store 7", "the copy failed")
+    rig.mover.finish("store 8")
+    [end] = rig.run()
+    assert (end.failed, end.io_failed, end.error) == ((0,), 0, "the copy failed")
+    assert rig.media.moves == ["read 0", "read 2", "write 8"]
+    rig.check_idle()
+
+
+def test_a_fence_waits_for_pages_not_for_nvme() -> None:
+    rig = Rig(2)
+    rig.submit(1, 1, 2, 3, load=False)
+    rig.submit(2, 9, load=False)
+    rig.mover.finish("store 1")
+    rig.pipeline.ended()
+    assert rig.executor.pending == 1
+    rig.pipeline.fence([1])
+    assert rig.mover.fenced == [["store 2"]]
+    assert rig.executor.pending == 1, "NVMe was not waited for"
+    ends = {end.ticket: end for end in rig.run()}
+    assert ends[1].failed == (2,)
+    assert "given up" in str(ends[1].error)
+    assert ends[2].failed == ()
+    rig.check_idle()
+
+
+def test_unknown_and_ended_tickets_are_ignored_by_a_fence() -> None:
+    rig = Rig()
+    rig.pipeline.fence([1, 2])
+    assert rig.mover.fenced == [[]]
+
+
+def test_a_full_queue_fails_what_does_not_fit() -> None:
+    rig = Rig(areas=8, queue_limit=2)
+    rig.submit(1, *range(5), load=True)
+    [end] = rig.run()
+    assert end.failed == (2, 3, 4)
+    rig.check_idle()
+
+
+def test_closing_ends_everything_once() -> None:
+    rig = Rig(2)
+    rig.submit(1, 1, 2, 3, load=False)
+    rig.submit(2, 5, 6, load=True)
+    rig.pipeline.close()
+    rig.pipeline.close()
+    ends = {end.ticket: end.failed for end in rig.pipeline.ended()}
+    assert set(ends) == {1, 2}
+    assert ends[2] == (0, 1), "nothing is copied into pages any more"
+    assert rig.media.closed == 1
+    rig.check_idle()
