@@ -205,6 +205,7 @@ def drop_the_engines_own(world: World) -> None:
     assert world.driver.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=False)
 
 
+@pytest.mark.contract
 def test_a_chunk_computed_anew_on_an_exact_prefix_replaces_the_lossy_one() -> None:
     world = World(Shape(num_blocks=64, pool_slots=64), exact_tier=False)
     tokens = prompt(100)
@@ -225,6 +226,7 @@ def test_a_chunk_computed_anew_on_an_exact_prefix_replaces_the_lossy_one() -> No
     world.driver.close()
 
 
+@pytest.mark.contract
 def test_a_prefix_hit_that_ends_inside_a_tainted_chunk_taints() -> None:
     """The next request's chunk has another key than the one whose first block it shares."""
     world = World(Shape(num_blocks=64, pool_slots=64, blocks_per_chunk=4), exact_tier=True)
@@ -241,6 +243,7 @@ def test_a_prefix_hit_that_ends_inside_a_tainted_chunk_taints() -> None:
     world.driver.close()
 
 
+@pytest.mark.contract
 def test_blocks_computed_on_a_lossy_prefix_taint_when_that_prefix_has_become_exact() -> None:
     world = World(Shape(num_blocks=64, pool_slots=64, batched_tokens=32), exact_tier=False)
     tokens = prompt(97)
