@@ -28,7 +28,7 @@ def frame_check(integrity_key: bytes | None = None) -> Check:
         if not hasattr(mine, "buffer"):
             mine.buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))
         try:
-            _check(digest, length, read, mine.buffer, frame.PayloadChecksum(integrity_key), integrity_key)
+            _check(digest, length, read, mine.buffer, integrity_key)
         except FrameError:
             return False
         return True
@@ -36,17 +36,10 @@ def frame_check(integrity_key: bytes | None = None) -> Check:
     return check
 
 
-def _check(
-    digest: bytes,
-    length: int,
-    read: Read,
-    buffer: memoryview,
-    payload: frame.PayloadChecksum,
-    integrity_key: bytes | None,
-) -> None:
+def _check(digest: bytes, length: int, read: Read, buffer: memoryview, integrity_key: bytes | None) -> None:
     if not HEADER_BYTES < length <= MAX_FRAME_BYTES or read(0, buffer[:HEADER_BYTES]) < HEADER_BYTES:
         raise FrameError(f"{length} bytes are no frame")
-    page = bytes(buffer[:HEADER_BYTES])
+    page, payload = bytes(buffer[:HEADER_BYTES]), frame.PayloadChecksum(integrity_key)
     header = frame.parse_header(page)
     if header.key.digest() != digest or header.frame_length != length:
         raise FrameError(f"the frame of {header.key!r}, of {header.frame_length} bytes, in a file of {length}")
