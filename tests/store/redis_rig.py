@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from kvstow.store.redis.store import RedisStore
 from kvstow.testing.redis_server import HOST, free_port
 
 PART_BYTES = 1 << 20
+TLS_HANDSHAKE = b"\x16"
 
 
 def open_store(url: str, *, clock: Any = None, topology: Any = "single", **options: Any) -> RedisStore:
@@ -43,7 +45,8 @@ def make_certificates(folder: Path) -> Tls:
 
 
 class TlsFront:
-    """Ends TLS in front of a server that may be built without it; clients must show a certificate."""
+    """Ends TLS in front of a server that may be built without it; clients must show a certificate. What comes without
+    TLS, of a Sentinel, passes as it is. ``tls`` counts the others."""
 
     def __init__(self, tls: Tls, port: int) -> None:
         assert tls.cert_file is not None
@@ -52,6 +55,7 @@ class TlsFront:
         self._context.load_verify_locations(tls.ca_file)
         self._context.verify_mode = ssl.CERT_REQUIRED
         self._to = port
+        self.tls = 0
         self.port = free_port()
         self._listener = socket.create_server((HOST, self.port))
         threading.Thread(target=self._accept, daemon=True).start()
@@ -65,7 +69,7 @@ class TlsFront:
     def _serve(self, client: socket.socket) -> None:
         with (
             contextlib.suppress(OSError),
-            self._context.wrap_socket(client, server_side=True) as inner,
+            self._inner(client) as inner,
             socket.create_connection((HOST, self._to)) as server,
         ):
             for end in (server, inner):
@@ -73,8 +77,105 @@ class TlsFront:
             threading.Thread(target=_pump, args=(server, inner), daemon=True).start()
             _pump(inner, server)
 
+    def _inner(self, client: socket.socket) -> socket.socket:
+        if client.recv(1, socket.MSG_PEEK) != TLS_HANDSHAKE:
+            return client
+        self.tls += 1
+        return self._context.wrap_socket(client, server_side=True)
+
     def close(self) -> None:
         self._listener.close()
+
+
+class FaultProxy:
+    """In front of a server; ``mode`` may be changed at any time, and holds for what comes from then on.
+
+    pass, swallow (nothing is answered), refuse (nobody listens), reset (at the first byte of an answer), cut (after
+    1,000 bytes of one), slow (answers come 64 KiB at a time, with ``SLOW_S`` in between).
+
+    ``round_trips``: how often the client spoke after an answer.
+    """
+
+    SLOW_S = 0.2
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self.port = free_port()
+        self.round_trips = 0
+        self._mode = "pass"
+        self._open: list[socket.socket] = []
+        self._over = threading.Event()
+        self._listen()
+
+    @property
+    def url(self) -> str:
+        return f"redis://{HOST}:{self.port}"
+
+    @property
+    def mode(self) -> str:
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        before, self._mode = self._mode, mode
+        if mode == "refuse":
+            self._hang_up()
+        elif before == "refuse":
+            self._listen()
+
+    def _listen(self) -> None:
+        self._listener = socket.create_server((HOST, self.port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                server = socket.create_connection((HOST, self._to))
+                self._open += [client, server]
+                answered = [True]
+                for work in (self._ask, self._answer):
+                    threading.Thread(target=work, args=(client, server, answered), daemon=True).start()
+
+    def _ask(self, client: socket.socket, server: socket.socket, answered: list[bool]) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(65536):
+                self.round_trips += answered[0]
+                answered[0] = False
+                if self._mode != "swallow":
+                    server.sendall(data)
+        _shut(server)
+
+    def _answer(self, client: socket.socket, server: socket.socket, answered: list[bool]) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(65536):
+                answered[0] = True
+                if self._mode == "slow":
+                    self._over.wait(self.SLOW_S)
+                if self._mode in ("reset", "cut"):
+                    client.sendall(data[:1000] if self._mode == "cut" else b"")
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    client.close()
+                    break
+                if self._mode != "swallow":
+                    client.sendall(data)
+        _shut(client)
+
+    def _hang_up(self) -> None:
+        _shut(self._listener)
+        self._listener.close()
+        for sock in self._open:
+            _shut(sock)
+        self._open.clear()
+
+    def close(self) -> None:
+        self._over.set()
+        self._hang_up()
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

@@ -16,7 +16,7 @@ from kvstow.runtime import Clock
 from kvstow.store.redis.session import Session
 
 LIFETIME_MS: Final = 3_600_000
-RENEWED_EVERY_S: Final = 300.0
+RENEWED_EVERY_S: Final = 30.0  # until then a server that lost it tells nobody
 
 
 class Root:

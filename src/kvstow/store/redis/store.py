@@ -168,14 +168,20 @@ class RedisStore:
             return REJECTED
         link = session.link(name)
         link.wire.get(envelope.names(name))
-        at, whole, passing = 0, True, Passing()
+        at, whole, moving, passing = 0, True, False, Passing()
         for _ in range(envelope.parts):
-            got = _take_part(link.wire, buffer[at : envelope.length], passing)
+            try:
+                got = _take_part(link.wire, buffer[at : envelope.length], passing)
+            except MovedError:
+                raise
+            except AskError:
+                got, moving = 0, True
             whole = whole and got > 0
             at += got
         if whole and at == envelope.length:
             return Done(at, passing.digest())
-        self._delete(session, [name])
+        if not moving:
+            self._delete(session, [name])
         return MISSING
 
     # --- writing ----------------------------------------------------------------------------------------------------
