@@ -129,7 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("blocks")
 
 
-def test_host_memory_hits_with_the_same_text_and_the_benchmark_runs(folder: Path) -> None:
+def test_k6_host_memory_hits_with_the_same_text_and_the_benchmark_runs(folder: Path) -> None:
     with serve(launches()[0], folder, "cpu.log") as server:
         cold, _ = ask(server, 1)
         assert restored(server) == 0
@@ -164,7 +164,7 @@ def bench(server: Server, folder: Path) -> None:
     assert "P99 TTFT" in done.stdout
 
 
-def test_what_memory_drops_comes_back_from_the_disk_with_the_same_text(folder: Path) -> None:
+def test_k6_what_memory_drops_comes_back_from_the_disk_with_the_same_text(folder: Path) -> None:
     disk = folder / "nvme"
     disk.mkdir()
     small = 0.003  # GiB: a dozen chunks
@@ -192,7 +192,7 @@ def redis(folder: Path) -> Iterator[str]:
         server.kill()
 
 
-def test_two_instances_share_a_redis_with_cachegen_and_how_far_it_is_off(folder: Path) -> None:
+def test_k6_two_instances_share_a_redis_with_cachegen_and_how_far_it_is_off(folder: Path) -> None:
     """What B restores was computed by A, and the other way round. How the answers differ is written down, not asserted:
     cachegen is lossy. In its own memory each has the exact KV."""
     first, second = launches()[2:4]
