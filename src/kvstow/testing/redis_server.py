@@ -122,12 +122,15 @@ class RedisServer:
 class RedisSentinel(RedisServer):
     """One Sentinel, enough for a quorum, that watches ``master`` as ``mymaster``."""
 
-    def __init__(self, folder: Path, master: RedisServer, down_after_ms: int = 500) -> None:
+    def __init__(
+        self, folder: Path, master: RedisServer, down_after_ms: int = 500, port_of_master: int | None = None
+    ) -> None:
         port = free_port()
         folder.mkdir(parents=True, exist_ok=True)
         config = folder / "sentinel.conf"
+        watched = port_of_master or master.port
         config.write_text(
-            f"port {port}\nbind {HOST}\ndir {folder}\nsentinel monitor mymaster {HOST} {master.port} 1\n"
+            f"port {port}\nbind {HOST}\ndir {folder}\nsentinel monitor mymaster {HOST} {watched} 1\n"
             f"sentinel down-after-milliseconds mymaster {down_after_ms}\nsentinel failover-timeout mymaster 3000\n"
         )
         super().__init__(folder, str(config), "--sentinel", port=port)
@@ -146,6 +149,13 @@ def start_cluster(folder: Path, nodes: int = 3) -> list[RedisServer]:
     """Masters that share the slots evenly, each aware of all others."""
     settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
     servers = [RedisServer(folder / str(i), *settings).start() for i in range(nodes)]
+    join_cluster(servers)
+    return servers
+
+
+def join_cluster(servers: Sequence[RedisServer]) -> None:
+    """Make a Cluster of nodes that know nothing yet."""
+    nodes = len(servers)
     for i, server in enumerate(servers):
         first, last = CLUSTER_SLOTS * i // nodes, CLUSTER_SLOTS * (i + 1) // nodes - 1
         server.ask("CLUSTER", "ADDSLOTSRANGE", first, last)
@@ -153,7 +163,6 @@ def start_cluster(folder: Path, nodes: int = 3) -> list[RedisServer]:
         if i:
             servers[0].ask("CLUSTER", "MEET", HOST, server.port)
     until(lambda: all(_whole(server, nodes) for server in servers), "the Cluster's nodes to know each other")
-    return servers
 
 
 def _whole(server: RedisServer, nodes: int) -> bool:
