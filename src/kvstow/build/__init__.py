@@ -4,6 +4,8 @@ from kvstow.build.direct import build_direct, check_direct, direct_executor, fil
 from kvstow.build.disk import build_disk
 from kvstow.build.engine import build_engine, check, chunk_layout, copy_executor, touch_executor
 from kvstow.build.integrity import integrity_key
+from kvstow.build.mooncake import build_mooncake, mooncake_options
+from kvstow.build.objects import build_objects, objects_options
 from kvstow.build.policies import POLICIES
 from kvstow.build.redis import build_redis, redis_options
 from kvstow.build.tiers import asked_for, lower_tiers
@@ -14,6 +16,8 @@ __all__ = [
     "build_direct",
     "build_disk",
     "build_engine",
+    "build_mooncake",
+    "build_objects",
     "build_redis",
     "check",
     "check_direct",
@@ -24,6 +28,8 @@ __all__ = [
     "integrity_key",
     "load_rds",
     "lower_tiers",
+    "mooncake_options",
+    "objects_options",
     "rds_media",
     "redis_options",
     "touch_executor",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from kvstow.build.codec import coders
 from kvstow.build.disk import build_disk
 from kvstow.build.integrity import integrity_key
+from kvstow.build.mooncake import build_mooncake
+from kvstow.build.objects import build_objects
 from kvstow.build.plugins import build_plugins, plugin_names
 from kvstow.build.redis import build_redis
 from kvstow.errors import UnsupportedError
@@ -28,6 +30,8 @@ def asked_for(settings: Settings) -> Mapping[str, str]:
         "direct": ("direct.path", direct.path if direct.engine in ("auto", "file") else None),
         "disk": ("disk.paths", settings.disk.paths),
         "redis": ("redis.url", settings.redis.url),
+        "mooncake": ("mooncake.master", settings.mooncake.master),
+        "objects": ("objects.url", settings.objects.url),
         **dict.fromkeys(plugin_names(settings), ("plugins.stores", True)),
     }
     return {tier: setting for tier, (setting, value) in asked.items() if value}
@@ -60,6 +64,8 @@ def lower_tiers(
     built = (
         build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device),
         build_redis(settings, layout, clock=clock, metrics=metrics, root=root),
+        build_mooncake(settings, layout, clock=clock, metrics=metrics),
+        build_objects(settings, layout, clock=clock, metrics=metrics),
         *build_plugins(settings, layout, clock=clock, metrics=metrics),
     )
     tiers = [tier for tier in built if tier is not None]

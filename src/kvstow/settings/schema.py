@@ -18,6 +18,8 @@ from kvstow.settings.sections.disk import Disk
 from kvstow.settings.sections.fetch import Fetch
 from kvstow.settings.sections.kinds import NAMES, OPTIONS, PATHS, SECRET, SIZE
 from kvstow.settings.sections.memory import Memory
+from kvstow.settings.sections.mooncake import Mooncake
+from kvstow.settings.sections.objects import Objects
 from kvstow.settings.sections.plugins import Plugins
 from kvstow.settings.sections.redis import Redis
 from kvstow.settings.values import Secret, format_size, parse_names, parse_options, parse_paths, parse_size
@@ -57,6 +59,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     disk: Disk = Disk()
     direct: Direct = Direct()
     redis: Redis = Redis()
+    objects: Objects = Objects()
+    mooncake: Mooncake = Mooncake()
     plugins: Plugins = Plugins()
 
 

@@ -1,0 +1,74 @@
+"""The Mooncake tier, from settings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
+from kvstow.layout import ChunkLayout
+from kvstow.metrics import Metrics
+from kvstow.runtime import Clock, ThreadExecutor
+from kvstow.settings import Settings, format_size
+from kvstow.settings.variables import set_defaults
+from kvstow.store.mooncake import MooncakeOptions
+from kvstow.tier import Tier
+
+logger = logging.getLogger("kvstow")
+
+INSTALL = "pip install 'kvstow[mooncake]', and apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+
+
+def build_mooncake(settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics) -> Tier | None:
+    """The Mooncake tier; None: not set. Its client connects on the tier's threads, whenever the master can be reached.
+
+    Raises ``SettingsError`` when the settings can't be used, or the client can't be loaded.
+    """
+    if settings.mooncake.master is None:
+        return None
+    options = mooncake_options(settings, layout)
+    set_defaults(options.variables())  # read when the client is loaded
+    try:
+        from kvstow.store.mooncake.connect import connect, replicas
+        from kvstow.store.mooncake.store import MooncakeStore
+    except ImportError as error:  # also: a library that the client is linked to is missing
+        if "kvstow" in str(error):
+            raise
+        raise SettingsError(f"mooncake.master is set, and its client can't be loaded ({error}): {INSTALL}") from error
+    store = MooncakeStore(options, clock, lambda: (connect(options), replicas(options.replicas)))
+    executor = ThreadExecutor("mooncake", threads=settings.mooncake.threads)
+    executor.submit(lambda: _greet(store.ping, options), lambda _value, _error: None, urgent=True)
+    return Tier("mooncake", store, executor, layout=layout, clock=clock, metrics=metrics)
+
+
+def _greet(ping: Callable[[], None], options: MooncakeOptions) -> None:
+    try:
+        ping()
+    except (StoreUnavailable, StoreRefused) as error:
+        logger.warning("Mooncake (%s) can't be used now, kvstow goes on without it: %s", options.master, error)
+
+
+def mooncake_options(settings: Settings, layout: ChunkLayout) -> MooncakeOptions:
+    """What a Mooncake store is given. Raises ``SettingsError``."""
+    own = settings.mooncake
+    host, _, port = (own.master or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SettingsError("mooncake.master: expected host:port, such as master.internal:50051")
+    if own.buffer_size < layout.max_frame_bytes:
+        size, least = format_size(own.buffer_size), format_size(layout.max_frame_bytes)
+        raise SettingsError(f"mooncake.buffer_size {size} is less than a chunk: set it to several times {least}")
+    if own.device and own.protocol != "rdma":
+        raise SettingsError("mooncake.device is set, and mooncake.protocol isn't rdma")
+    return MooncakeOptions(
+        own.master or "",
+        metadata=own.metadata,
+        protocol=own.protocol,
+        device=own.device,
+        local_hostname=own.local_hostname,
+        segment_bytes=own.segment_size,
+        buffer_bytes=own.buffer_size,
+        prefix=own.prefix,
+        replicas=own.replicas,
+        timeout_s=own.timeout_ms / 1e3,
+        connect_timeout_s=own.connect_timeout_ms / 1e3,
+    )

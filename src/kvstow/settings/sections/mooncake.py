@@ -1,0 +1,65 @@
+"""Settings of the Mooncake tier."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from kvstow.settings.sections.codec import RAW, Codec
+from kvstow.settings.sections.kinds import SIZE
+
+DEFAULT_BUFFER_BYTES: Final = 64 << 20
+
+
+class Mooncake(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Mooncake tier: memory that processes on several hosts lend each other, over RDMA or TCP."""
+
+    master: Annotated[
+        str | None,
+        Meta(description="Host and port of `mooncake_master`: `master.internal:50051`. Unset: no Mooncake tier."),
+    ] = None
+    metadata: Annotated[
+        str,
+        Meta(
+            description="Where clients find each other: `http://host:8080/metadata`, `etcd://host:2379`, or "
+            "`P2PHANDSHAKE`, from each other. The same for all clients of a master.",
+        ),
+    ] = "P2PHANDSHAKE"
+    protocol: Annotated[Literal["tcp", "rdma"], Meta(description="How bytes move.")] = "tcp"
+    device: Annotated[
+        str, Meta(description="RDMA devices, with commas between them: `mlx5_0,mlx5_1`. Empty: all.")
+    ] = ""
+    local_hostname: Annotated[
+        str,
+        Meta(description="What other clients call this host; an address of its own where memory is lent."),
+    ] = "127.0.0.1"
+    segment_size: Annotated[
+        int,
+        Meta(
+            extra={"kind": SIZE},
+            description="Memory that this engine lends to the store, beside `memory.size`; chunks in it are gone when "
+            "the engine ends. 0: other processes lend it.",
+        ),
+    ] = 0
+    buffer_size: Annotated[
+        int,
+        Meta(
+            extra={"kind": SIZE},
+            description="Memory for values on their way that don't come from the pool, a codec's; several chunks.",
+        ),
+    ] = DEFAULT_BUFFER_BYTES
+    prefix: Annotated[
+        str, Meta(description="Begins the name of every key. Engines share what they store under the same prefix.")
+    ] = "kvstow/"
+    replicas: Annotated[int, Meta(ge=1, le=16, description="Copies of each chunk, on different clients.")] = 1
+    timeout_ms: Annotated[
+        int, Meta(ge=100, le=60_000, description="The longest that a question to the master may take.")
+    ] = 2000
+    connect_timeout_ms: Annotated[
+        int, Meta(ge=1000, le=120_000, description="The longest that starting the client may take.")
+    ] = 10_000
+    codec: Codec = RAW
+    threads: Annotated[
+        int, Meta(ge=1, le=64, description="Batches of chunks that are read or written at the same time.")
+    ] = 4

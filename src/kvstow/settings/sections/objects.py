@@ -1,0 +1,79 @@
+"""Settings of the object store tier."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from kvstow.settings.sections.codec import RAW, Codec
+from kvstow.settings.sections.kinds import SIZE
+
+DEFAULT_PART_BYTES: Final = 8 << 20
+
+
+class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The object store tier: a bucket that several engines, on several hosts, share. Credentials are found where each
+    cloud's tools find them, in the environment first."""
+
+    url: Annotated[
+        str | None,
+        Meta(
+            description="`s3://bucket/prefix` (S3 and what speaks its protocol), `gs://bucket/prefix` (Google Cloud "
+            "Storage), `az://container/prefix` (Azure Blob) or `file:///directory`. Unset: no object store tier.",
+        ),
+    ] = None
+    endpoint: Annotated[
+        str | None,
+        Meta(description="Where the store is, if not at its cloud's own address: `https://minio.internal:9000`."),
+    ] = None
+    region: Annotated[str | None, Meta(description="Region of an S3 bucket. Unset: `AWS_REGION`, else us-east-1.")] = (
+        None
+    )
+    addressing: Annotated[
+        Literal["path", "virtual"],
+        Meta(
+            description="Where an S3 bucket's name goes: into the path, or before the host's name (`virtual`; then "
+            "`endpoint`, if set, begins with the bucket's name)."
+        ),
+    ] = "path"
+    profile: Annotated[
+        str | None,
+        Meta(description="Profile in the AWS tools' files whose credentials are used; needs boto3. Unset: none."),
+    ] = None
+    account: Annotated[
+        str | None, Meta(description="Azure's storage account. Unset: `AZURE_STORAGE_ACCOUNT_NAME`.")
+    ] = None
+    anonymous: Annotated[bool, Meta(description="Send unsigned requests, to a store that asks for no credentials.")] = (
+        False
+    )
+    allow_http: Annotated[
+        bool,
+        Meta(description="Let bytes and signatures go unencrypted to other hosts than this one."),
+    ] = False
+    ca_file: Annotated[
+        str | None,
+        Meta(description="File of an authority that the store's certificate may be of, beside the system's."),
+    ] = None
+    part_size: Annotated[
+        int,
+        Meta(extra={"kind": SIZE}, description="Longer chunks are read in parts of this size, at the same time."),
+    ] = DEFAULT_PART_BYTES
+    parallel: Annotated[
+        int, Meta(ge=1, le=256, description="Requests that a lookup, or a chunk in parts, has under way at once.")
+    ] = 32
+    timeout_ms: Annotated[
+        int,
+        Meta(ge=1, le=60_000, description="The longest that a request may take, its bytes included; a call, with "
+             "what is tried again, takes at most twice this."),
+    ] = 4000
+    connect_timeout_ms: Annotated[
+        int, Meta(ge=1, le=60_000, description="The longest that connecting may take.")
+    ] = 1000
+    retries: Annotated[
+        int, Meta(ge=0, le=10, description="How often a request that failed is tried again before the call fails.")
+    ] = 2
+    codec: Codec = RAW
+    threads: Annotated[
+        int, Meta(ge=1, le=64, description="Chunks that are read or written at the same time.")
+    ] = 16

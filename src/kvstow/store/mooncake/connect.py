@@ -1,0 +1,86 @@
+"""Starting Mooncake's client without letting it stop the process.
+
+Its ``setup`` holds the interpreter's lock while it waits for the master: 4 s here where nobody listens, 90 s with the
+client's own limits, and meanwhile no thread of the engine runs. So whether it would succeed is tried first: the
+master's port, then the whole of ``setup`` in a child process, which can be waited for with a limit and ended.
+
+    python -m kvstow.store.mooncake.connect    the child: arguments of ``setup`` as JSON, on its standard input
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from typing import Any, Final
+
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+from kvstow.errors import StoreUnavailable
+from kvstow.store.mooncake.options import MooncakeOptions
+
+PORT_TIMEOUT_S: Final = 1.0
+CHILD_BUFFER_BYTES: Final = 16 << 20
+
+
+def connect(options: MooncakeOptions) -> Any:
+    """A client that is connected. Raises ``StoreUnavailable``, after ``connect_timeout_s`` and a second at most."""
+    try:
+        socket.create_connection(options.address, timeout=PORT_TIMEOUT_S).close()
+    except OSError as error:
+        raise StoreUnavailable(f"Mooncake's master {options.master}: {error}") from error
+    _rehearse(options)
+    client = MooncakeDistributedStore()
+    code = client.setup(*_arguments(options, options.segment_bytes, options.buffer_bytes))
+    if code:
+        raise StoreUnavailable(f"Mooncake's client can't start (code {code}): master {options.master}")
+    return client
+
+
+def replicas(count: int) -> Any:
+    config = ReplicateConfig()
+    config.replica_num = count
+    return config
+
+
+def _arguments(options: MooncakeOptions, segment_bytes: int, buffer_bytes: int) -> tuple[Any, ...]:
+    return (
+        options.local_hostname, options.metadata, segment_bytes, buffer_bytes, options.protocol, options.device,
+        options.master,
+    )  # fmt: skip
+
+
+def _rehearse(options: MooncakeOptions) -> None:
+    command = [sys.executable, "-m", "kvstow.store.mooncake.connect"]
+    try:
+        child = subprocess.run(
+            command,
+            input=json.dumps(_arguments(options, 0, CHILD_BUFFER_BYTES)).encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=options.connect_timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StoreUnavailable(
+            f"Mooncake's client didn't start within {options.connect_timeout_s:g} s: does {options.master} answer, and "
+            f"{options.metadata}?"
+        ) from error
+    if child.returncode:
+        raise StoreUnavailable(
+            f"Mooncake's client can't start (exit {child.returncode}): master {options.master}, metadata "
+            f"{options.metadata}, protocol {options.protocol}, device {options.device or 'any'}"
+        )
+
+
+def main() -> int:
+    client = MooncakeDistributedStore()
+    if client.setup(*json.loads(sys.stdin.read())):
+        return 1
+    client.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""What a Mooncake store is given, and what its client reads from the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvstow.key import ChunkKey
+
+P2P: Final = "P2PHANDSHAKE"  # Mooncake's word for: without a metadata server
+
+@dataclass(frozen=True, slots=True)
+class MooncakeOptions:
+    """``segment_bytes``: memory of this process that it lends to the store, for chunks of any engine.
+    ``buffer_bytes``: through which go the values whose memory isn't registered."""
+
+    master: str  # host:port
+    metadata: str = P2P
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    local_hostname: str = "127.0.0.1"
+    segment_bytes: int = 0
+    buffer_bytes: int = 64 << 20
+    prefix: str = "kvstow/"
+    replicas: int = 1
+    timeout_s: float = 2.0  # of a question to the master
+    connect_timeout_s: float = 10.0
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.master.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def variables(self) -> Mapping[str, str]:
+        """What the client reads from the environment. Its own limits are 30 s a question and 90 s to connect; it logs
+        each step and, while the master is away, every second: what matters reaches kvstow's log by calls' results."""
+        return {
+            "MC_RPC_TIMEOUT_MS": str(round(self.timeout_s * 1e3)),
+            "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
+            "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+            "MC_STORE_CLIENT_METRIC": "0",
+            "MC_LOG_LEVEL": "ERROR",
+            "GLOG_minloglevel": "3",
+        }
+
+    def name_of(self, key: ChunkKey) -> str:
+        return self.prefix + key.digest().hex()

@@ -1,0 +1,29 @@
+"""Stores over a real Mooncake."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from kvstow.runtime import SystemClock
+from kvstow.store.mooncake.options import MooncakeOptions
+from kvstow.testing.mooncake_server import missing, quiet
+
+
+def need_mooncake() -> None:
+    """Skip the module where the client can't be loaded, and say what to install."""
+    if (why := missing()) is not None:
+        pytest.skip(why, allow_module_level=True)
+    quiet()
+
+
+def open_store(master: str, *, clock: Any = None, **options: Any) -> Any:
+    """Connected, as a new engine's store would be; a prefix of its own unless one is given."""
+    from kvstow.store.mooncake.connect import connect, replicas
+    from kvstow.store.mooncake.store import MooncakeStore
+
+    options = {"prefix": f"t{os.urandom(6).hex()}/", "buffer_bytes": 32 << 20, **options}
+    own = MooncakeOptions(master, **options)
+    return MooncakeStore(own, clock or SystemClock(), lambda: (connect(own), replicas(own.replicas)))
