@@ -145,14 +145,14 @@ def _geometry(settings: Settings, layout: ChunkLayout, chosen: str, engine: int)
         return Geometry.bare(layout, _enough(slots, layout)), ()
     assert direct.path is not None
     paths = paths_for(direct.path, len(sizes), engine)
-    size = direct.size
-    if size is None:
-        devices = [device_bytes(path) for path in paths]
-        fits = [there // one for there, one in zip(devices, sizes, strict=True) if there is not None]
-        if len(fits) < len(paths):
+    if direct.size is not None:
+        slots = slots_in(sizes, direct.size)
+    else:
+        devices = [there for path in paths if (there := device_bytes(path)) is not None]
+        if len(devices) < len(paths):
             raise SettingsError("direct.path is set and direct.size is not: say how much they may hold, such as 500GB")
-        size = min(fits) * sum(sizes)
-    return Geometry.of_files(layout, _enough(min(most, slots_in(layout, size)), layout)), paths
+        slots = min(slots_in([size], there) for size, there in zip(sizes, devices, strict=True))
+    return Geometry.of_files(layout, _enough(min(most, slots), layout)), paths
 
 
 def _enough(slots: int, layout: ChunkLayout) -> int:

@@ -7,6 +7,7 @@ padded to 4,096.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,9 +59,8 @@ def extent_bytes(layout: ChunkLayout) -> tuple[int, ...]:
     return tuple(HEADER_BYTES + align_up(max(lengths)) for lengths in payloads)
 
 
-def slots_in(layout: ChunkLayout, total_bytes: int) -> int:
-    """How many slots fit into ``total_bytes`` over all files, superblocks and table included."""
-    sizes = extent_bytes(layout)
+def slots_in(sizes: Sequence[int], total_bytes: int) -> int:
+    """How many slots fit into ``total_bytes`` over all files, superblocks and table included. ``sizes``: of extents."""
     left = total_bytes - len(sizes) * SUPERBLOCK_BYTES - ALIGN
     return max(0, left // (sum(sizes) + RECORD_BYTES))
 

@@ -83,10 +83,10 @@ def test_geometry() -> None:
     geometry = Geometry.of_files(LAYOUT, 100)
     assert geometry.extent_bytes == (HEADER_BYTES + ALIGN, HEADER_BYTES + 2 * ALIGN) == extent_bytes(LAYOUT)
     assert geometry.offsets == (ALIGN + 4 * ALIGN, ALIGN)
-    slots = slots_in(LAYOUT, 1 << 20)
+    slots = slots_in(geometry.extent_bytes, 1 << 20)
     fits, more = Geometry.of_files(LAYOUT, slots), Geometry.of_files(LAYOUT, slots + 2)
     assert sum(map(fits.file_bytes, (0, 1))) <= 1 << 20 < sum(map(more.file_bytes, (0, 1)))
-    assert slots_in(LAYOUT, 100) == 0
+    assert slots_in(geometry.extent_bytes, 100) == 0
 
 
 def test_a_place_says_where_and_what() -> None:
