@@ -51,7 +51,7 @@ def test_whole_devices_with_consent(devices: tuple[str, ...]) -> None:
     targets = dict(enumerate(shuffled(8, 2)))
     assert [end.failed for end in again.load(targets)] == [(), ()]
     assert again.ranks[1].bytes_of(targets[5]) == before
-    with pytest.raises(SettingsError, match="in use by another engine|Device or resource busy"):
+    with pytest.raises(SettingsError, match=r"in use by another engine|Device or resource busy"):
         Rig(None, path=devices, size=None)
     again.close()
 
