@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -82,3 +83,40 @@ def test_requests_above_the_priority_limit_are_restored_and_not_stored(priority:
     assert hit_tokens("first", priority) == 0
     assert (hit_tokens("second", 9) > 0) is stored, "whoever stored it, a request of any priority may restore it"
     driver.close()
+
+
+def test_o1_an_error_of_the_engines_own_checks_names_lmcaches_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "256")
+    monkeypatch.setenv("LMCACHE_CHUNKSIZE", "256")
+    monkeypatch.setattr(start, "check_ranks", lambda *_: None)
+    monkeypatch.setattr(start, "block_geometry", lambda *_: SimpleNamespace(block_tokens=48))
+    hello: Any = SimpleNamespace(shard=(0, 0), groups=[SimpleNamespace(block_bytes=4096)], backends="x")
+    nothing: Any = None
+    with caplog.at_level(logging.INFO, "kvstow"), pytest.raises(SettingsError) as error:
+        start.scheduler_side(config(workers=2), nothing, {(0, 0): hello})
+    assert "chunk_size 256 is not a multiple of vLLM's block size 48: set it to 240 or 288" in str(error.value)
+    assert str(error.value).endswith("(chunk_size is from LMCACHE_CHUNK_SIZE)")
+    said = {record.getMessage(): record.levelname for record in caplog.records}
+    assert said[
+        "LMCache settings: max_local_cpu_size is GiB of each worker, kvstow's sizes are per engine: 2 GiB x 2 = "
+        "memory.size 4GiB"
+    ] == "INFO"
+    assert said[
+        "LMCache settings: LMCACHE_CHUNKSIZE is not a key of LMCache's and is ignored; did you mean chunk_size?"
+    ] == "WARNING"
+
+
+def test_c1_a_random_root_hash_with_a_tier_of_lmcaches_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "redis://h")
+    monkeypatch.setattr(start, "variable", lambda _: None)
+    monkeypatch.setattr(start, "block_geometry", lambda *_: None)
+    one = config()
+    one.cache_config = SimpleNamespace(prefix_caching_hash_algo="xxhash")
+    nothing: Any = None
+    with pytest.raises(RuntimeError, match="PYTHONHASHSEED"):
+        start.prepare_scheduler(one, nothing)
+    monkeypatch.delenv("LMCACHE_REMOTE_URL")
+    start.prepare_scheduler(one, nothing)
+    assert one.kv_transfer_config.kv_load_failure_policy == "recompute", "the blocks as they are recompute failed loads"

@@ -243,6 +243,12 @@ def test_variables_that_are_no_keys() -> None:
     assert "SERVICE_HOST" not in said(effective)
 
 
+def test_o1_a_variable_that_asks_for_what_is_not_there_is_refused() -> None:
+    with pytest.raises(SettingsError, match="set kv_role to kv_consumer"):
+        parse_lmcache({"LMCACHE_FORCE_SKIP_SAVE": "1"}, None, workers=1)
+    assert parse_lmcache({"LMCACHE_FORCE_SKIP_SAVE": ""}, None, workers=1).settings == given().settings
+
+
 def test_o1_a_missing_file_is_named() -> None:
     with pytest.raises(SettingsError, match=r"/nowhere\.yaml \(named by LMCACHE_CONFIG_FILE\)"):
         parse_lmcache({"LMCACHE_CONFIG_FILE": "/nowhere.yaml"}, None, workers=1)

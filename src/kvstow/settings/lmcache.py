@@ -32,6 +32,7 @@ from kvstow.settings.yamlfile import read_yaml
 
 PREFIX: Final = "LMCACHE_"
 CONFIG_FILE: Final = "LMCACHE_CONFIG_FILE"
+FORCE_SKIP_SAVE: Final = "LMCACHE_FORCE_SKIP_SAVE"
 OVERRIDE: Final = "lmcache."
 GIB: Final = 1 << 30  # LMCache calls it GB
 MIB: Final = 1 << 20
@@ -113,7 +114,10 @@ def gather(
     if file is not None:
         take((str(key), value, f"{key} in {file}") for key, value in read_yaml(file, named_by).items())
     found: list[tuple[str, object, str]] = []
-    for variable in sorted(name for name in env if name.startswith(PREFIX) and name != CONFIG_FILE):
+    if env.get(FORCE_SKIP_SAVE, "").strip():
+        raise SettingsError(f"{FORCE_SKIP_SAVE} can't be served: to store nothing set kv_role to kv_consumer")
+    known = (CONFIG_FILE, FORCE_SKIP_SAVE)
+    for variable in sorted(name for name in env if name.startswith(PREFIX) and name not in known):
         if variable in OTHER_VARIABLES:
             notes.append(Note(False, f"{variable} is ignored: {OTHER_VARIABLES[variable]}"))
         elif not of_kubernetes(variable, env[variable]):
