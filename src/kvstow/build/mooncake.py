@@ -63,7 +63,7 @@ def mooncake_options(settings: Settings, layout: ChunkLayout) -> MooncakeOptions
         own.master or "",
         metadata=own.metadata,
         protocol=own.protocol,
-        device=own.device,
+        device=own.device or "",
         local_hostname=own.local_hostname,
         segment_bytes=own.segment_size,
         buffer_bytes=own.buffer_size,

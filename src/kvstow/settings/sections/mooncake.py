@@ -28,8 +28,8 @@ class Mooncake(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "P2PHANDSHAKE"
     protocol: Annotated[Literal["tcp", "rdma"], Meta(description="How bytes move.")] = "tcp"
     device: Annotated[
-        str, Meta(description="RDMA devices, with commas between them: `mlx5_0,mlx5_1`. Empty: all.")
-    ] = ""
+        str | None, Meta(description="RDMA devices, with commas between them: `mlx5_0,mlx5_1`. Unset: all.")
+    ] = None
     local_hostname: Annotated[
         str,
         Meta(description="What other clients call this host; an address of its own where memory is lent."),
