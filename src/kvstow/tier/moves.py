@@ -117,10 +117,11 @@ class Moves:
 
     def write(self, key: ChunkKey, view: memoryview) -> Wrote:
         """A rejected key is there already, or has no room, or is not admitted yet: then it must be offered again, so
-        the store is asked. Before coding it is asked too, which costs less than coding what is there."""
+        the store is asked. One with a lossy codec is offered again what it has, and asked before anything is coded.
+        """
         encode_s = 0.0
         if self.coder is not None and self.coder.codes:
-            if self._store.contains([key])[0]:
+            if self.coder.lossy and self._store.contains([key])[0]:
                 return Wrote(REJECTED, held=True)
             began_s = self._clock.monotonic()
             view = self.coder.encode(view, self.integrity_key)
