@@ -11,8 +11,8 @@ import pytest
 from kvstow.errors import SettingsError
 from kvstow.settings import Effective, Settings, leaves, parse_lmcache
 from kvstow.settings import lmcache as module
-from kvstow.settings.lmcache import DEFAULT_POOL_GIB, GIB
 from kvstow.settings.lmcache_keys import EXTRA_KEYS, KEYS, Fate
+from kvstow.settings.lmcache_values import DEFAULT_POOL_GIB, GIB, Given, translate
 from kvstow.settings.sources import value_of
 from kvstow.settings.yamlfile import parse_yaml
 
@@ -40,10 +40,10 @@ pin_timeout_sec pin_check_interval_sec remote_config_url app_id enable_hidden_st
 hidden_state_layers hidden_states_retrieve_mode
 """.split()  # noqa: SIM905 (a list of 108 lines)
 
-Given = dict[str, str]
+Strings = dict[str, str]
 
 #: Of each mapped key a value, what must be given with it, and what it comes to.
-MAPPED: dict[str, tuple[str, Given, dict[str, Any]]] = {
+MAPPED: dict[str, tuple[str, Strings, dict[str, Any]]] = {
     "chunk_size": ("512", {}, {"chunk_size": 512}),
     "local_cpu": ("False", {"remote_url": "redis://h"}, {"memory.size": int(DEFAULT_POOL_GIB * GIB)}),
     "max_local_cpu_size": ("1.5", {}, {"memory.size": 3 * GIB // 2}),
@@ -337,7 +337,7 @@ def test_remote_urls(url: str, comes_to: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_remote_urls_of_object_stores_and_mooncake(url: str, extra: dict[str, Any], comes_to: dict[str, Any]) -> None:
     keys = {"remote_url": url, "extra_config": extra, "remote_serde": "cachegen", "blocking_timeout_secs": 2}
-    entries, _ = module.translate({key: module.Given(value, key) for key, value in keys.items()}, 1)
+    entries, _ = translate({key: Given(value, key) for key, value in keys.items()}, 1)
     got = {entry.key: entry.value for entry in entries}
     section = next(iter(comes_to)).partition(".")[0]
     both = {f"{section}.codec": "cachegen", f"{section}.timeout_ms": 2000}
