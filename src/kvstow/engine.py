@@ -36,6 +36,7 @@ from kvstow.transfer.judge import Judge
 from kvstow.transfer.write import WriteThrough
 
 WAIT_SLICE_S: Final = 0.02  # drain waits on one executor at a time
+POLL_AGAIN_S: Final = 0.001  # a query looks for what has come since the last step: steps are long, many are asked
 LEAST_JOIN_S: Final = 0.5  # for idle threads to notice that their executor closes
 
 
@@ -105,7 +106,7 @@ class Engine:
             max_pinned=max(1, int(pool.slots * max_pinned_share)),
             work_deadline_s=work_deadline_s,
         )
-        self._reserved_s = clock.monotonic()
+        self._reserved_s = self._polled_s = clock.monotonic()
         self._memo: tuple[object, Lookup] | None = None
         self._shown = (-1, -1)
         metrics.gauge(f"{pool.gauges}_capacity_bytes", pool.capacity_bytes)
@@ -149,6 +150,8 @@ class Engine:
             wait = self._fetches.ask(owner, keys, start)
         elif not wait.asks(keys, start):
             wait = self._fetches.ask(owner, keys, start)
+        if wait.pending and self._clock.monotonic() - self._polled_s >= POLL_AGAIN_S:
+            self._take_calls()
         self._fetches.refresh(wait)
         return Lookup(Found.PENDING, wait.cursor) if wait.pending else self._remembered(owner, keys, start)
 
@@ -256,8 +259,7 @@ class Engine:
 
     def poll(self) -> None:
         """Take what workers have finished, and let deadlines pass. Call it every step."""
-        for tier in self._tiers:
-            tier.poll()
+        self._take_calls()
         if self._sealer.outstanding:
             self._sealer.poll()
         if self._writes:
@@ -265,6 +267,11 @@ class Engine:
         self._fetches.poll()
         self._pool.poll()
         self._show_pool()
+
+    def _take_calls(self) -> None:
+        self._polled_s = self._clock.monotonic()
+        for tier in self._tiers:
+            tier.poll()
 
     def _show_pool(self) -> None:
         pool = self._pool

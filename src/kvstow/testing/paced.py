@@ -13,12 +13,25 @@ from kvstow.testing.manual import ManualClock
 
 T = TypeVar("T")
 
+NEVER_S = 1e9
+
+
+class PacedClock(ManualClock):
+    """As a call on a virtual thread sees it, time is that thread's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread_s: float | None = None
+
+    def monotonic(self) -> float:
+        return super().monotonic() if self.thread_s is None else self.thread_s
+
 
 class PacedStore:
     """Forwards to ``store``, and says how long each call would have taken: ``fixed_s``, and ``byte_s`` for each byte.
 
-    Calls overlap in what is fixed; bytes come one after another, through one pipe. Both may be changed at any time;
-    ``hangs``: reads that begin now never end.
+    ``spend`` hears it. Calls overlap in what is fixed; bytes come one after another, through one pipe. All of it may be
+    changed at any time; ``hangs``: reads that begin now never end.
     """
 
     def __init__(self, store: Store, *, fixed_s: float = 0.0, byte_s: float = 0.0, probe_s: float = 0.0) -> None:
@@ -27,15 +40,10 @@ class PacedStore:
         self.read_bytes = 0
         self.probes = 0
         self._store = store
-        self._spent = (0.0, 0.0)
-
-    def take_spent(self) -> tuple[float, float]:
-        """What the last call would have taken: what is fixed, and what its bytes need of the pipe."""
-        spent, self._spent = self._spent, (0.0, 0.0)
-        return spent
+        self.spend: Callable[[float, float], None] = lambda fixed_s, pipe_s: None
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        self._spent = (self.probe_s, 0.0)
+        self.spend(self.probe_s, 0.0)
         self.probes += 1
         return self._store.contains(keys)
 
@@ -43,7 +51,7 @@ class PacedStore:
         outcomes = self._store.read(items)
         size = sum(outcome.length for outcome in outcomes if isinstance(outcome, Done))
         self.read_bytes += size
-        self._spent = (1e9 if self.hangs else self.fixed_s, size * self.byte_s)
+        self.spend(NEVER_S if self.hangs else self.fixed_s, size * self.byte_s)
         return outcomes
 
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
@@ -60,10 +68,10 @@ class PacedExecutor:
     """An ``Executor`` of ``threads`` virtual threads, each busy on ``clock`` for as long as ``store`` says."""
 
     def __init__(
-        self, clock: ManualClock, store: PacedStore, threads: int = 4, queue_limit: int = DEFAULT_QUEUE_LIMIT
+        self, clock: PacedClock, store: PacedStore, threads: int = 4, queue_limit: int = DEFAULT_QUEUE_LIMIT
     ) -> None:
         self._clock = clock
-        self._store = store
+        store.spend = self._spend
         self._queue_limit = queue_limit
         self._free_s = [clock.monotonic()] * threads
         self._pipe_s = clock.monotonic()
@@ -91,14 +99,20 @@ class PacedExecutor:
             if start > now:
                 return
             _, work = queue.pop(0)
+            self._clock.thread_s = start
             work.run()
-            fixed_s, pipe_s = self._store.take_spent()
-            end = start + fixed_s
-            if pipe_s:
-                self._pipe_s = end = max(end, self._pipe_s) + pipe_s
+            end, self._clock.thread_s = self._clock.thread_s, None
             self._free_s[thread] = end
             self._begun += 1
             heapq.heappush(self._running, (end, self._begun, work))
+
+    def _spend(self, fixed_s: float, pipe_s: float) -> None:
+        assert self._clock.thread_s is not None
+        end = self._clock.thread_s + fixed_s
+        if pipe_s:
+            end = max(end, self._pipe_s) + pipe_s
+            self._pipe_s = end if fixed_s < NEVER_S else self._pipe_s
+        self._clock.thread_s = end
 
     def poll(self) -> int:
         self._begin_due()

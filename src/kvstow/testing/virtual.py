@@ -18,8 +18,8 @@ from kvstow.metrics import Metrics, merge
 from kvstow.policy.lru import LRU
 from kvstow.pool import HostPool
 from kvstow.store.memory import MemoryStore
-from kvstow.testing.manual import ManualClock, ManualExecutor
-from kvstow.testing.paced import PacedExecutor, PacedStore
+from kvstow.testing.manual import ManualExecutor
+from kvstow.testing.paced import PacedClock, PacedExecutor, PacedStore
 from kvstow.testing.sim_requests import SimNew, SimOutput, SimRequest
 from kvstow.tier import Tier, TierLimits
 
@@ -68,7 +68,7 @@ class VirtualServer:
     side: Any
     engine: Engine
     metrics: Metrics
-    clock: ManualClock
+    clock: PacedClock
     model: Model
     totals: dict[str, Any] = field(default_factory=dict)
     _blocks: int = 0
@@ -176,7 +176,7 @@ def virtual_server(
     from kvstow.vllm.requests import Rules
     from kvstow.vllm.scheduler import SchedulerSide
 
-    clock, metrics = ManualClock(), Metrics()
+    clock, metrics = PacedClock(), Metrics()
     store = pace or PacedStore(below)
     limits = TierLimits(read_batch_bytes=4 * FRAME_BYTES, max_read_bytes=128 * FRAME_BYTES)
     executor = PacedExecutor(clock, store, threads)

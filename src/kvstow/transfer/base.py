@@ -13,6 +13,11 @@ from kvstow.pool import Lease
 class Call(Protocol):
     """Work handed to a tier."""
 
+    @property
+    def ended_s(self) -> float | None:
+        """When its store call ended, which its owner may notice much later. None: it has not."""
+        ...
+
     def cancel(self) -> bool:
         """True if it had not begun: it never touches its buffers, and its ``then`` never runs."""
         ...

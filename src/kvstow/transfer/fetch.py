@@ -21,7 +21,7 @@ from kvstow.metrics import Metrics
 from kvstow.runtime import Clock
 from kvstow.transfer.base import Lower
 from kvstow.transfer.judge import Judge
-from kvstow.transfer.wait import NOBODY, Flight, Read, Stage, Wait
+from kvstow.transfer.wait import NOBODY, Flight, Question, Read, Stage, Wait
 
 
 class Run(NamedTuple):
@@ -353,8 +353,10 @@ class Fetches:
                 asks.setdefault(tier, []).append(flight)
         for tier, asked in asks.items():
             keys = [flight.key for flight in asked]
-            then = partial(self._answered, tier, asked, self._clock.monotonic())
-            if not self._worth_asking(tier, asked) or self._tiers[tier].probe(keys, then) is None:
+            question = Question(asked, self._clock.monotonic())
+            if self._worth_asking(tier, asked):
+                question.call = self._tiers[tier].probe(keys, partial(self._answered, tier, question))
+            if question.call is None:
                 self._ask_next(asked)
         if ended:
             self._explore(ended)
@@ -367,10 +369,10 @@ class Fetches:
         gained = max(len(wait.keys) - wait.cursor for wait in waits)
         return self._judge.worth_asking(tier, len(flights), flights[0].key.group, gained)
 
-    def _answered(self, tier: int, flights: Sequence[Flight], asked_s: float, found: Sequence[bool]) -> None:
-        self._judge.answered(tier, asked_s)
+    def _answered(self, tier: int, question: Question, found: Sequence[bool]) -> None:
+        self._judge.answered(tier, question)
         missed = []
-        for flight, held in zip(flights, found, strict=True):
+        for flight, held in zip(question.flights, found, strict=True):
             if self._flights.get(flight.key) is not flight:
                 continue
             for wait in flight.waits:

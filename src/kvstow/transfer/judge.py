@@ -11,8 +11,8 @@ from typing import Final
 
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock
-from kvstow.transfer.base import Costs, Lower
-from kvstow.transfer.wait import Flight, Queue, Read, Wait
+from kvstow.transfer.base import Call, Costs, Lower
+from kvstow.transfer.wait import Flight, Question, Queue, Read, Wait
 
 logger = logging.getLogger("kvstow")
 
@@ -75,15 +75,19 @@ class Judge:
         queue, now = self._queues[tier], self._clock.monotonic()
         self.gone(tier, read)
         queue.heard_s, queue.passed_over = now, 0
-        took_s, line = now - read.since_s, self._costs.reads[tier]
+        took_s, line = self._ended_s(read.call) - read.since_s, self._costs.reads[tier]
         if whole or took_s > line.seconds(read.behind):
             line.observe(read.behind, took_s)
             name = self._tiers[tier].name
             self._metrics.gauge("load_fixed_seconds", line.fixed_s, tier=name)
             self._metrics.gauge("load_seconds_per_byte", line.each_s, tier=name)
 
-    def answered(self, tier: int, asked_s: float) -> None:
-        self._costs.probes[tier].observe(self._clock.monotonic() - asked_s)
+    def answered(self, tier: int, question: Question) -> None:
+        self._costs.probes[tier].observe(self._ended_s(question.call) - question.since_s)
+
+    def _ended_s(self, call: Call | None) -> float:
+        """Of a call that has ended. Its owner hears of it a step later, which is no fault of the tier's."""
+        return call.ended_s if call is not None and call.ended_s is not None else self._clock.monotonic()
 
     # --- what to expect -----------------------------------------------------------------------------------------------
 

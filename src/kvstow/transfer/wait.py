@@ -32,6 +32,15 @@ class Flight:
 
 
 @dataclass(slots=True, eq=False)
+class Question:
+    """One probe: the flights whose keys a tier is asked for."""
+
+    flights: list[Flight]
+    since_s: float
+    call: Call | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Read:
     """One read call: the flights and the leases on the slots it fills. ``behind``: bytes that were under way from its
     tier when it was asked for, its own included."""
