@@ -209,3 +209,11 @@ def test_a_frame_is_what_is_stored() -> None:
     rig.settle()
     assert rig.below(1) == [True]
     assert rig.counter("stored_bytes", tier="t0") == FRAME_BYTES
+
+
+@pytest.mark.parametrize("length", [-1, 4, True, "3", 2.0])
+def test_a_read_of_a_length_that_cannot_be_is_a_fault(length: Any) -> None:
+    store = Hostile()
+    store.evil = lambda op, given, answer: [Done(length)] * len(given)
+    with pytest.raises(StoreUnavailable, match="isn't what a store answers"):
+        read_one(CheckedStore(store), make_key(0), 3)
