@@ -55,7 +55,7 @@ def test_a_flipped_bit_in_an_extent(tmp_path: Path, at: int) -> None:
     rig.close()
 
 
-def test_files_swapped_between_ranks_while_the_engine_runs(tmp_path: Path) -> None:
+def test_a12_files_swapped_between_ranks_while_the_engine_runs(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.store(CHUNKS)
     one, two = (file_of(tmp_path, shard) for shard in (0, 1))
@@ -191,7 +191,7 @@ def test_more_than_the_filesystem_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("move", ["read", "write"])
-def test_an_error_of_the_device(tmp_path: Path, move: str) -> None:
+def test_a8_an_error_of_the_device(tmp_path: Path, move: str) -> None:
     rig = Rig(tmp_path, ranks=1)
     assert rig.ranks[0].device is not None
     media = rig.ranks[0].device._pipeline._media
@@ -228,6 +228,6 @@ def test_a_short_read_is_a_miss(tmp_path: Path) -> None:
     os.truncate(file_of(tmp_path, 0), extent(rig, 0, 3) + 8192)
     [end] = rig.load(TARGETS)
     assert len(end.failed) == 5
-    assert "only 8192 of" in str(end.error) or "were read" in str(end.error)
+    assert "were read" in str(end.error)
     assert len(rig.found(*CHUNKS)) == 3
     rig.close()

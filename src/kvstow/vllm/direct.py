@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,41 +24,6 @@ class Staging(Protocol):
     def use(self, area: int) -> int:
         """From the next copy on the device's pool is what has this area; its payload begins at the returned byte."""
         ...
-
-
-class BoundArea:
-    """Device memory of its own, which direct storage can reach."""
-
-    def __init__(self, size_bytes: int, device: torch.device, rbln: Any) -> None:
-        with torch.inference_mode(False):  # an inference tensor made here could not be written on another thread
-            self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        if not hasattr(rbln, "bind_device_memory"):
-            raise UnsupportedError("direct.engine rds needs torch.rbln.bind_device_memory: update torch-rbln")
-        rbln.bind_device_memory(self.tensor)
-        self.address = self.tensor.data_ptr()
-
-    def put(self, data: bytes) -> None:
-        self.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-    def get(self) -> bytes:
-        return bytes(self.tensor.cpu().numpy().tobytes())
-
-
-class StagedArea(NamedTuple):
-    page: BoundArea
-    payload: BoundArea
-
-
-class DeviceStaging:
-    """``Staging`` in the device's own memory: each area is a pool by itself."""
-
-    def __init__(self, inner: Any, areas: Sequence[StagedArea]) -> None:
-        self._inner = inner
-        self._areas = areas
-
-    def use(self, area: int) -> int:
-        self._inner.map_device_pool(self._areas[area].payload.tensor, 0)
-        return 0
 
 
 class _Mover:
@@ -162,17 +127,15 @@ def open_direct(inner: Device, ref: DirectRef, shard: int, kv_device: torch.devi
     staging: Staging
     media: Media
     if ref.engine == "rds":
+        from kvstow.device.rbln.staging import DeviceStaging
+
         api = build.load_rds()
-        rbln = getattr(torch, "rbln", None)
-        if kv_device.type != "rbln" or not hasattr(inner, "map_device_pool"):
+        npu: Any = inner
+        if kv_device.type != "rbln" or not hasattr(npu, "map_device_pool"):
             raise UnsupportedError(f"direct.engine rds serves RBLN NPUs, and KV is on {kv_device.type!r}")
-        size = ref.geometry.extent_bytes[shard] - HEADER_BYTES
-        areas = [
-            StagedArea(BoundArea(HEADER_BYTES, kv_device, rbln), BoundArea(size, kv_device, rbln))
-            for _ in range(ref.areas(shard))
-        ]
-        media = build.rds_media(api, ref, shard, kv_device.index or 0, areas)
-        staging = DeviceStaging(inner, areas)
+        payload_bytes = ref.geometry.extent_bytes[shard] - HEADER_BYTES
+        staging = pools = DeviceStaging(npu, kv_device, ref.areas(shard), payload_bytes)
+        media = build.rds_media(api, ref, shard, kv_device.index or 0, pools.areas)
     else:
         media = staging = file = build.file_media(ref, shard)
         inner.map_pool(file.memory, 0)

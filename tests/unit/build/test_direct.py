@@ -56,7 +56,7 @@ def test_a_path_alone() -> None:
         check_direct(settings(path="/n"))
 
 
-def test_which_engine(caplog: pytest.LogCaptureFixture) -> None:
+def test_h8_which_engine_and_that_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert choose(settings(engine="rds"), rds_is_there) == "rds"
     assert choose(settings(engine="auto"), rds_is_there) == "rds"
     assert choose(settings(engine="file", path="/n"), rds_is_there) == "file"

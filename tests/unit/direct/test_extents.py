@@ -129,7 +129,7 @@ def test_a_leased_extent_is_not_given_away() -> None:
     rig.check()
 
 
-def test_a_full_device_evicts_and_goes_on() -> None:
+def test_k7_a_full_device_evicts_and_goes_on() -> None:
     """NVMe has room for two: a filling that fails makes another chunk give way, and nothing more is tried."""
     rig = Rig(slots=50, preallocated=False)
     rig.put(1, 2)

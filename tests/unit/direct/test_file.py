@@ -74,7 +74,7 @@ def test_what_is_not_payload_is_written_as_zeros() -> None:
 
 
 @pytest.mark.parametrize("offset", [1, 512, ALIGN - 1, ALIGN + 512, -ALIGN, 0])
-def test_misaligned_offsets_are_refused_before_the_kernel_sees_them(offset: int) -> None:
+def test_i5_misaligned_offsets_are_refused_before_the_kernel_sees_them(offset: int) -> None:
     """A kernel may let them pass. 0 is the superblock's."""
     disk = Disk()
     subject = media(disk)
