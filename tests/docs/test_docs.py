@@ -206,7 +206,7 @@ def test_dependencies_are_explained() -> None:
     assert listed == {plain(package) for package in ours}
     pinned = [
         plain(line)
-        for file in ("dev.txt", "model.txt", "kvstow.txt", "vllm030.txt", "torch.txt")
+        for file in ("dev.txt", "model.txt", "redis.txt", "kvstow.txt", "vllm030.txt", "torch.txt")
         for line in (ROOT / "requirements" / file).read_text().splitlines()
         if "==" in line
     ]
