@@ -23,6 +23,7 @@ REFUSED: Final = (
     exceptions.InvalidPathError,
     exceptions.UnknownConfigurationKeyError,
 )
+NO_SUCH_PLACE: Final = ("NoSuchBucket", "ContainerNotFound")  # S3 and GCS; Azure
 TRANSIENT_STATUS: Final = (408, 409, 425, 429)
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
@@ -120,7 +121,7 @@ def code_of(error: BaseException) -> str:
 def as_store_error(error: BaseException) -> StoreError:
     """Every fault that asking again may heal is transient; what the store will always refuse is not."""
     status = status_of(error)
-    refused = isinstance(error, REFUSED) or (isinstance(error, FileNotFoundError) and code_of(error) == "NoSuchBucket")
+    refused = isinstance(error, REFUSED) or (isinstance(error, FileNotFoundError) and code_of(error) in NO_SUCH_PLACE)
     refused = refused or (status is not None and 400 <= status < 500 and status not in TRANSIENT_STATUS)
     refused = refused or "BadScheme" in str(error)
     return StoreRefused(_said(error)) if refused else StoreUnavailable(_said(error))

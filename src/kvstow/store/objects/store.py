@@ -19,7 +19,7 @@ from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
 from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Outcome
-from kvstow.store.objects.clients import as_store_error, code_of, open_client, status_of
+from kvstow.store.objects.clients import NO_SUCH_PLACE, as_store_error, code_of, open_client, status_of
 from kvstow.store.objects.options import ObjectsOptions
 
 R = TypeVar("R")
@@ -27,7 +27,6 @@ R = TypeVar("R")
 # What comes from the network is put into the slot as it comes, while it is in the cache. Smaller pieces cost more
 # calls, larger ones are gathered in a buffer first.
 PIECE_BYTES: Final = 128 << 10
-NO_SUCH_PLACE: Final = "NoSuchBucket"
 NOT_IMPLEMENTED: Final = 501
 BEYOND_END: Final = 416
 
@@ -177,7 +176,14 @@ class ObjectsStore:
     # --- writing --------------------------------------------------------------------------------------------------
 
     def _write(self, path: str, parts: Sequence[Buffer]) -> Outcome:
+        """A write that finds nothing to write to is refused: the bucket isn't there."""
         value = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        try:
+            return self._put(path, value)
+        except FileNotFoundError as error:
+            raise StoreRefused(str(as_store_error(error))) from error
+
+    def _put(self, path: str, value: Buffer) -> Outcome:
         with _faults():
             if self._conditional:
                 try:
@@ -273,7 +279,7 @@ def _whole(came: int, target: Buffer) -> None:
 
 def _still_there(error: FileNotFoundError) -> None:
     """Not an object but the bucket is missing: no miss, a wrong setting."""
-    if code_of(error) == NO_SUCH_PLACE:
+    if code_of(error) in NO_SUCH_PLACE:
         raise as_store_error(error) from error
 
 
