@@ -4,7 +4,9 @@ Raw is preadv or pwritev with O_DIRECT between aligned memory and the file's ext
 is a worker's whole path: pages are copied to staging and checksummed, header pages made and checked, threads fed by a
 loop like the engine's. The extents that are read were written in the same round; direct I/O has no cache to be cold.
 
-``disk_*_cpu_s_per_gb`` are the disk tier's, of ``bench.disk``, from the same run of this part.
+``media_*`` leave the pages out: between staging and extents alone, checksums and header pages included. Their CPU time
+is what compares with the disk tier's, ``disk_*_cpu_s_per_gb`` of ``bench.disk`` in the same run of this part, which
+ends at the pool's slots.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import bench.disk
 from kvstow import build
 from kvstow.device.base import KVSpec, Transfer
 from kvstow.device.cpu import CpuDevice
+from kvstow.direct.base import Extent, Media
 from kvstow.direct.geometry import DirectRef
 from kvstow.engine import Engine
 from kvstow.key import ChunkKey, Namespace
@@ -125,26 +128,44 @@ def raw_works(subject: Subject, fd: int) -> dict[str, bench.disk.Work]:
     return {"read": partial(move, os.preadv), "write": partial(move, os.pwritev)}
 
 
+def media_works(media: Media, leases: Sequence[Lease], slots: Sequence[memoryview]) -> dict[str, bench.disk.Work]:
+    """The engine ``file`` without the pages: each thread of the pool has a staging area, told by its slot."""
+    areas = {id(slot): area for area, slot in enumerate(slots)}
+    places = [lease.place for lease in leases]
+
+    def move(io: Callable[[int, Extent], None], chunk: int, slot: memoryview) -> None:
+        place = places[chunk]
+        io(areas[id(slot)], Extent(*place.spans[0], place.tag))
+
+    return {"media_read": partial(move, media.read), "media_write": partial(move, media.write)}
+
+
 def measure(folder: Path, rounds: int) -> dict[str, float]:
     subject = Subject(folder)
     fd = os.open(subject.ref.paths[0], os.O_RDWR | os.O_DIRECT)
     frames = bench.disk.Frames()
     assert len(frames.slots[0]) == subject.extent_bytes
-    pool, raw = bench.disk.Pool(frames.slots), raw_works(subject, fd)
+    pool, raw, media = bench.disk.Pool(frames.slots), raw_works(subject, fd), build.file_media(subject.ref, 0)
     sides: dict[str, Callable[[], tuple[float, float]]] = {
         "raw_write": partial(pool.run, raw["write"]),
         "direct_write": subject.write,
         "raw_read": partial(pool.run, raw["read"]),
         "direct_read": subject.read,
     }
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in (*sides, "media_read", "media_write")}
     for round_ in range(rounds + FIRST_ROUNDS_DROPPED):
         for what in ("write", "read"):
             if what == "read":
                 subject.write()  # raw writes left noise in the extents
             for name in bench.disk.rotated((f"raw_{what}", f"direct_{what}"), round_):
                 took[name].append(sides[name]())
+        leases = subject.engine.hold("bench", subject.keys())
+        for name, work in media_works(media, leases, frames.slots).items():
+            took[name].append(pool.run(work))
+        for lease in leases:
+            lease.release()
     os.close(fd)
+    media.close()
     subject.close()
     gigabytes = CHUNKS * subject.extent_bytes / 1e9
     result: dict[str, float] = {}
@@ -178,7 +199,7 @@ def table(result: dict[str, Any]) -> Table:
     view = Table(title=title, title_justify="left")
     for column in ("", "read GB/s", "CPU s/GB", "write GB/s", "CPU s/GB"):
         view.add_column(column, justify="right")
-    for name in ("raw", "direct"):
+    for name in ("raw", "media", "direct"):
         cells = (direct[f"{name}_{what}_{unit}"] for what in ("read", "write") for unit in ("gb_s", "cpu_s_per_gb"))
         view.add_row(name, *(f"{cell:.2f}" for cell in cells))
     cpu = [f"{direct[f'disk_{what}_cpu_s_per_gb']:.2f}" for what in ("read", "write")]
