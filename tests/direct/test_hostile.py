@@ -148,11 +148,12 @@ def test_foreign_files_are_not_touched(tmp_path: Path) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
     for file in files:
         file.write_bytes(b"dear diary" * 1000)
-    both = tuple(map(str, files))
+    both, mode = tuple(map(str, files)), files[0].stat().st_mode & 0o777
     with pytest.raises(SettingsError, match="isn't kvstow's"):
-        Rig("", path=both)
+        Rig(None, path=both)
     assert all(file.read_bytes() == b"dear diary" * 1000 for file in files)
-    Rig("", path=both, format=True).close()
+    assert files[0].stat().st_mode & 0o777 == mode
+    Rig(None, path=both, format=True).close()
     assert files[0].stat().st_mode & 0o777 == 0o600
 
 
@@ -231,3 +232,14 @@ def test_a_short_read_is_a_miss(tmp_path: Path) -> None:
     assert "were read" in str(end.error)
     assert len(rig.found(*CHUNKS)) == 3
     rig.close()
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "diary").touch()
+    file_of(tmp_path, 0).symlink_to(tmp_path / "diary")
+    with pytest.raises(SettingsError, match="can't be opened: Too many levels"):
+        Rig(tmp_path)
+    file_of(tmp_path, 0).unlink()
+    os.mkfifo(file_of(tmp_path, 0))
+    with pytest.raises(SettingsError, match="neither a file nor a block device"):
+        Rig(tmp_path)

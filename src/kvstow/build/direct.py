@@ -28,6 +28,7 @@ from kvstow.settings.sections.memory import Memory
 logger = logging.getLogger("kvstow")
 
 MAX_RDS_CHUNKS: Final = 1 << 16  # what is kept in mind where nothing else limits it; NVMe is full long before
+MAX_FILE_CHUNKS: Final = 1 << 22  # some 100 bytes of memory each, and a second a million to find them at the start
 LEAST_AREAS: Final = 2  # one is copied while the other is written
 
 __all__ = ["build_direct", "check_direct", "direct_executor", "file_media", "load_rds", "rds_media"]
@@ -139,7 +140,7 @@ def _geometry(settings: Settings, layout: ChunkLayout, chosen: str, engine: int)
     """How many slots, and in which files."""
     direct = settings.direct
     sizes = extent_bytes(layout)
-    most = direct.max_chunks or (MAX_RDS_CHUNKS if chosen == "rds" else 1 << 24)
+    most = direct.max_chunks or (MAX_RDS_CHUNKS if chosen == "rds" else MAX_FILE_CHUNKS)
     if chosen == "rds":
         slots = min(most, direct.size // sum(sizes)) if direct.size is not None else most
         return Geometry.bare(layout, _enough(slots, layout)), ()

@@ -14,7 +14,7 @@ from kvstow.layout import ChunkLayout, Place
 from kvstow.runtime import Clock
 from kvstow.slots import Lease, Slots, SlotState
 
-REST_S: Final = 60.0  # a slot that could not be filled isn't given again sooner, nor is one that never held anything
+REST_S: Final = 10.0  # a slot that could not be filled isn't given again sooner, nor is one that never held anything
 
 
 class Extents(Slots):

@@ -22,7 +22,7 @@ from kvstow.runtime import Clock, Executor
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
-CLOSE_TIMEOUT_S = 30.0  # gigabytes at the speed of a slow disk
+DRAIN_TIMEOUT_S = 30.0  # gigabytes at the speed of a slow disk
 
 
 class Copied(NamedTuple):
@@ -125,24 +125,27 @@ class Pipeline(Generic[T]):
         copying = [number for number, item in self._copying.items() if item.job.ticket in wanted]
         self._mover.fence(copying)
 
+    def drain(self) -> None:
+        """Wait, at most ``DRAIN_TIMEOUT_S``, until every job has ended; ``ended`` tells how."""
+        deadline_s = self._clock.monotonic() + DRAIN_TIMEOUT_S
+        while self._jobs:
+            with suppress(CopyError):
+                self._mover.fence(tuple(self._copying))
+            self._advance()
+            left_s = deadline_s - self._clock.monotonic()
+            if left_s <= 0 or (not self._copying and self._executor.outstanding and not self._executor.wait(left_s)):
+                return
+
     def close(self) -> None:
-        """End everything, waiting a bounded time."""
+        """End everything, waiting a bounded time; what has not begun is given up."""
         if self._closed:
             return
         self._closed = True
         for queue in (self._loads, self._stores):
             while queue:
                 self._end(queue.popleft(), "the device is closed")
-        deadline_s = self._clock.monotonic() + CLOSE_TIMEOUT_S
-        with suppress(CopyError):
-            self._mover.fence(tuple(self._copying))
-        self._advance()
-        while self._executor.outstanding and self._executor.wait(max(0.0, deadline_s - self._clock.monotonic())):
-            self._advance()
-        with suppress(CopyError):
-            self._mover.fence(tuple(self._copying))
-        self._advance()
-        if self._executor.close(max(0.0, deadline_s - self._clock.monotonic())):
+        self.drain()
+        if self._executor.close(DRAIN_TIMEOUT_S if not self._jobs else 0.0):
             self._media.close()  # else a thread may still use its descriptor
 
     def _advance(self) -> None:

@@ -69,7 +69,6 @@ class Volume(NamedTuple):
     paths: tuple[str, ...]
     fds: tuple[int, ...]
     set_id: bytes
-    fresh: bool  # nothing is in them
 
 
 def paths_for(given: Sequence[str], shards: int, engine: int) -> tuple[str, ...]:
@@ -119,14 +118,17 @@ def open_volume(paths: Sequence[str], geometry: Geometry, *, consent: bool, lock
                     f"direct.path {path} holds something that isn't kvstow's: name another, or set direct.format to "
                     "true to use it; what is on it is lost then"
                 )
+        for fd in fds:
+            if _regular(fd):
+                os.fchmod(fd, 0o600)
         set_id = blocks[0].set_id if blocks[0] is not None else b""
         if blocks == [_superblock(set_id, geometry, shard) for shard in range(len(fds))]:
             for fd, path, shard in zip(fds, paths, range(len(fds)), strict=True):
                 _allocate(fd, path, geometry.file_bytes(shard))  # as it was, unless somebody cut it
-            return Volume(tuple(paths), tuple(fds), set_id, fresh=False)
+            return Volume(tuple(paths), tuple(fds), set_id)
         if any(block is not None and block.slots for block in blocks):
             logger.warning("Direct storage starts empty: size, KV layout or ranks are not those it was made for")
-        return Volume(tuple(paths), tuple(fds), _format(fds, paths, geometry), fresh=True)
+        return Volume(tuple(paths), tuple(fds), _format(fds, paths, geometry))
     except OSError as error:
         _close(fds)
         raise SettingsError(f"direct.path {','.join(paths)} can't be used: {error}") from error
@@ -164,16 +166,17 @@ def _open(path: str) -> int:
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         # A block device that is mounted, or part of a RAID or LVM, refuses O_EXCL.
-        fd = os.open(path, _FILES | (os.O_EXCL if device_bytes(path) is not None else os.O_CREAT), 0o600)
+        more = os.O_EXCL if device_bytes(path) is not None else os.O_CREAT | os.O_NOFOLLOW
+        fd = os.open(path, _FILES | more, 0o600)
     except OSError as error:
         raise SettingsError(f"direct.path {path} can't be opened: {error.strerror}") from error
     try:
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISREG(mode):
-            os.fchmod(fd, 0o600)
-        elif not stat.S_ISBLK(mode):
-            raise OSError(errno.EINVAL, "neither a file nor a block device")
+        if not (_regular(fd) or stat.S_ISBLK(os.fstat(fd).st_mode)):
+            raise SettingsError(f"direct.path {path} is neither a file nor a block device")
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
+    except SettingsError:
+        os.close(fd)
+        raise
     except OSError as error:
         os.close(fd)
         why = "no direct I/O on this filesystem" if error.errno == errno.EINVAL else error.strerror
@@ -195,9 +198,12 @@ def _lock(fd: int, path: str, timeout_s: float) -> None:
     )
 
 
+def _regular(fd: int) -> bool:
+    return stat.S_ISREG(os.fstat(fd).st_mode)
+
+
 def _empty_file(fd: int) -> bool:
-    status = os.fstat(fd)
-    return stat.S_ISREG(status.st_mode) and status.st_size == 0
+    return _regular(fd) and os.fstat(fd).st_size == 0
 
 
 def _superblock(set_id: bytes, geometry: Geometry, shard: int) -> Superblock:
@@ -210,12 +216,12 @@ def _format(fds: Sequence[int], paths: Sequence[str], geometry: Geometry) -> byt
     set_id = secrets.token_bytes(16)
     for shard, (fd, path) in enumerate(zip(fds, paths, strict=True)):
         os.pwrite(fd, _superblock(set_id, geometry, shard)._replace(slots=0).pack(), 0)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
+        if _regular(fd):
             os.ftruncate(fd, min(os.fstat(fd).st_size, geometry.file_bytes(shard)))
         try:
             _allocate(fd, path, geometry.file_bytes(shard))
         except SettingsError:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
+            if _regular(fd):
                 os.ftruncate(fd, SUPERBLOCK_BYTES)
             raise
     table = align_up(geometry.slots * RECORD_BYTES)

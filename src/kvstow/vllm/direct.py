@@ -74,6 +74,7 @@ class DirectDevice:
     def attach(
         self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
     ) -> tuple[GroupPages, ...]:
+        self._pipeline.drain()
         return self._inner.attach(kv_caches, groups)
 
     def map_pool(self, pool: memoryview, shard: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvstow.direct.base import Extent
-from kvstow.direct.pipeline import Copied, Ended, Pipeline
+from kvstow.direct.pipeline import DRAIN_TIMEOUT_S, Copied, Ended, Pipeline
 from kvstow.errors import CopyError
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
@@ -212,3 +212,21 @@ def test_closing_ends_everything_once() -> None:
     assert ends[2] == (0, 1), "nothing is copied into pages any more"
     assert rig.media.closed == 1
     rig.check_idle()
+
+
+def test_draining_waits_for_all_of_it() -> None:
+    rig = Rig(2)
+    rig.submit(1, 1, 2, 3, load=False)
+    rig.submit(2, 5, 6, 7, load=True)
+    rig.pipeline.drain()
+    assert {end.ticket: end.failed for end in rig.pipeline.ended()} == {1: (), 2: ()}
+    rig.check_idle()
+
+
+def test_what_hangs_is_not_waited_for_without_end() -> None:
+    rig = Rig()
+    rig.executor._run_in_wait = False
+    rig.submit(1, 1, load=True)
+    before = rig.clock.monotonic()
+    rig.pipeline.close()
+    assert rig.clock.monotonic() - before == DRAIN_TIMEOUT_S
