@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstow.errors import SettingsError
-from kvstow.settings import Effective, Settings, leaves, parse_lmcache
+from kvstow.settings import Effective, Settings, leaves, parse, parse_lmcache
 from kvstow.settings import lmcache as module
 from kvstow.settings.lmcache_keys import EXTRA_KEYS, KEYS, Fate
 from kvstow.settings.lmcache_values import DEFAULT_POOL_GIB, GIB, Given, translate
@@ -327,21 +327,34 @@ def test_remote_urls(url: str, comes_to: dict[str, Any]) -> None:
         (
             "mooncakestore://h:50051/",
             {"metadata_server": "http://h/m", "mooncake_protocol": "rdma", "protocol": "tcp"},
-            {"mooncake.master": "h:50051", "mooncake.metadata": "http://h/m", "mooncake.protocol": "rdma"},
+            {
+                "mooncake.master": "h:50051", "mooncake.metadata": "http://h/m", "mooncake.protocol": "rdma",
+                "mooncake.segment_size": 2 * 3_355_443_200,
+            },
         ),
         (
-            "mooncakestore://", {"master_server_address": "h:1", "device_name": "mlx5_0"},
-            {"mooncake.master": "h:1", "mooncake.device": "mlx5_0"},
+            "mooncakestore://",
+            {"master_server_address": "h:1", "device_name": "mlx5_0", "global_segment_size": 8, "local_hostname": "n1"},
+            {
+                "mooncake.master": "h:1", "mooncake.device": "mlx5_0", "mooncake.segment_size": 16,
+                "mooncake.local_hostname": "n1",
+            },
         ),
     ],
 )  # fmt: skip
 def test_remote_urls_of_object_stores_and_mooncake(url: str, extra: dict[str, Any], comes_to: dict[str, Any]) -> None:
     keys = {"remote_url": url, "extra_config": extra, "remote_serde": "cachegen", "blocking_timeout_secs": 2}
-    entries, _ = translate({key: Given(value, key) for key, value in keys.items()}, 1)
+    entries, _ = translate({key: Given(value, key) for key, value in keys.items()}, 2)
     got = {entry.key: entry.value for entry in entries}
     section = next(iter(comes_to)).partition(".")[0]
     both = {f"{section}.codec": "cachegen", f"{section}.timeout_ms": 2000}
     assert {key: value for key, value in got.items() if key.startswith(section)} == {**comes_to, **both}
+    assert parse(None, {}, base=entries).sources[f"{section}.codec"] == "remote_serde", "and kvstow takes them"
+
+
+def test_mooncake_without_a_master_is_refused() -> None:
+    assert "names no master" in refused(remote_url="mooncakestore://")
+    assert "names no master" in refused(remote_storage_plugins="mooncakestore")
 
 
 @pytest.mark.parametrize("scheme", ["lm", "infinistore", "fs", "hf3fs", "azure", "bigtable", "eic", "mock", "audit"])

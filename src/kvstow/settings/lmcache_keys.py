@@ -163,10 +163,12 @@ EXTRA_MAPPED: Final = {
     "disk_io_threads": "`disk.threads`",
     "s3_region": "`objects.region`",
     "disable_tls": "with `s3://`: `objects.allow_http`, and an endpoint of `http://`",
-    "master_server_address": "`mooncake.master`; also with `mooncake_` before it, as the next three",
+    "master_server_address": "`mooncake.master`; also with `mooncake_` before it, as the next five",
     "metadata_server": "`mooncake.metadata`",
     "protocol": "`mooncake.protocol`",
     "device_name": "`mooncake.device`",
+    "local_hostname": "`mooncake.local_hostname`",
+    "global_segment_size": "`mooncake.segment_size`: bytes of a worker, times the workers; not set, 3.36 GB",
 }
 _EXTRA_REFUSED: Final = {
     "enable_nixl_storage": "there is no NIXL storage: set local_disk or remote_url",
@@ -187,7 +189,8 @@ _EXTRA_IGNORED: Final = {
     "ranks that hold the same bytes store them once": "save_only_first_rank first_rank_max_local_cpu_size",
     "set redis.ttl": "valkey_enable_ttl valkey_ttl_sec",
     "set objects.threads": "s3_num_io_threads",
-    "the client chooses": "s3_prefer_http2",
+    "the client chooses": "s3_prefer_http2 transfer_timeout storage_root_dir mooncake_prefer_local_alloc",
+    "set mooncake.buffer_size": "local_buffer_size mooncake_local_buffer_size",
     "set redis.threads": "valkey_sync_num_workers resp_num_threads",
     "it only matters with enable_nixl_storage, which is refused": (
         "nixl_backend nixl_pool_size nixl_path nixl_path_sharding nixl_presence_cache nixl_presence_cache_only "

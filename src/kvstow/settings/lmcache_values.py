@@ -20,6 +20,11 @@ DEFAULT_POOL_GIB: Final = 5.0
 DEFAULT_REDIS: Final = "redis://localhost:6379"
 RDS: Final = "RDSBackend"
 POLICIES: Final = {"LRU": "lru", "FIFO": "lru", "LFU": "s3fifo"}
+MOONCAKE: Final = {
+    "master_server_address": "", "metadata_server": "mooncake.metadata", "protocol": "mooncake.protocol",
+    "device_name": "mooncake.device", "local_hostname": "mooncake.local_hostname", "global_segment_size": "",
+}  # fmt: skip
+DEFAULT_SEGMENT_BYTES: Final = 3_355_443_200  # as LMCache lends, for each worker
 AMAZON: Final = re.compile(r"(.+?)\.(s3[.-].*\.amazonaws\.com)")
 CODECS: Final = {"naive": "raw", "cachegen": "cachegen"}
 
@@ -321,17 +326,36 @@ class _Translator:
         return "objects"
 
     def _mooncake(self, rest: str, name: str) -> str:
-        master = rest.strip("/")
-        for theirs, ours in (
-            ("master_server_address", "mooncake.master"), ("metadata_server", "mooncake.metadata"),
-            ("protocol", "mooncake.protocol"), ("device_name", "mooncake.device"),
-        ):  # fmt: skip
-            if not (master and ours == "mooncake.master"):
-                self._from_extra(f"mooncake_{theirs}" if f"mooncake_{theirs}" in self._extra else theirs, ours)
-        if master:
-            self._set("mooncake.master", master, name)
-            self._used.add("master_server_address")
+        """Its keys are in ``extra_config``, each also with ``mooncake_`` before it; that is the stronger."""
+        found: dict[str, Any] = {}
+        for theirs in MOONCAKE:
+            for key in (theirs, f"mooncake_{theirs}"):
+                if key in self._extra:
+                    self._used.add(key)
+                    found[theirs] = self._extra[key]
+        master = rest.strip("/") or found.get("master_server_address")
+        if not master:
+            raise SettingsError(
+                f"LMCache's {name} (from {self._source(name)}) names no master: write mooncakestore://host:port, or "
+                "master_server_address into extra_config"
+            )
+        self._set("mooncake.master", master, name)
+        for theirs, ours in MOONCAKE.items():
+            if ours and found.get(theirs):
+                self._set(ours, found[theirs], "extra_config")
+        lent = self._bytes_of_workers(found.get("global_segment_size", DEFAULT_SEGMENT_BYTES))
+        self._set("mooncake.segment_size", lent, "extra_config" if "global_segment_size" in found else "")
+        self._say(
+            f"global_segment_size is what each worker lends to Mooncake: mooncake.segment_size {format_size(lent)}"
+        )
         return "mooncake"
+
+    def _bytes_of_workers(self, each: object) -> int:
+        if isinstance(each, str) and each.isdigit():
+            each = int(each)
+        if isinstance(each, bool) or not isinstance(each, int) or each < 0:
+            raise SettingsError("LMCache's extra_config: global_segment_size: expected bytes, an integer from 0 up")
+        return each * self._workers
 
     def memory(self) -> None:
         if self._direct:
