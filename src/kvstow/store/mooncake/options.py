@@ -33,15 +33,12 @@ class MooncakeOptions:
         return host.strip("[]"), int(port)
 
     def variables(self) -> Mapping[str, str]:
-        """What the client reads from the environment. Its own limits are 30 s a question and 90 s to connect; it logs
-        each step and, while the master is away, every second: what matters reaches kvstow's log by calls' results."""
+        """What the client reads from the environment. Its own limits are 30 s a question and 90 s to connect."""
         return {
             "MC_RPC_TIMEOUT_MS": str(round(self.timeout_s * 1e3)),
             "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
             "MC_STORE_CLIENT_SETUP_RETRIES": "1",
             "MC_STORE_CLIENT_METRIC": "0",
-            "MC_LOG_LEVEL": "ERROR",
-            "GLOG_minloglevel": "3",
         }
 
     def name_of(self, key: ChunkKey) -> str:

@@ -47,8 +47,8 @@ class MooncakeStore:
         self._clock = clock
         self._connect = connect
         self._connecting = threading.Lock()
-        self._client: Any = None
         self._config: Any = None
+        self._client: Any = None  # set last: whoever sees it may use both
         self._registered = _Registered()
         self._use = _Use(2 * options.timeout_s)
         self._full_until_s = 0.0
@@ -159,10 +159,17 @@ class MooncakeStore:
         return [code == 1 for code in codes]
 
     def _connected(self) -> Any:
-        with self._connecting:
-            if self._client is None:
-                self._client, self._config = self._connect()
-            return self._client
+        """One thread connects; meanwhile the others' calls fail at once."""
+        if self._client is None:
+            if not self._connecting.acquire(blocking=False):
+                raise StoreUnavailable("Mooncake's client is being started")
+            try:
+                if self._client is None:
+                    client, self._config = self._connect()
+                    self._client = client
+            finally:
+                self._connecting.release()
+        return self._client
 
 
 class _Registered:
