@@ -148,7 +148,7 @@ def table(ram: Side, disk: Side, shared: Side, device: Side) -> Table:
     row("cold: computed", ram, ram.cold.ttft_s, "", None)
     row("kvstow from RAM", ram, ram.ttft_s, f"{ram.restored_tokens:,}", ram.identical)
     row("from disk, restarted", disk, disk.ttft_s, f"{disk.restored_tokens:,}", disk.identical)
-    row("from Redis, second server", shared, shared.ttft_s, f"{shared.restored_tokens:,}", shared.identical)
+    row("from Redis, shared", shared, shared.ttft_s, f"{shared.restored_tokens:,}", shared.identical)
     row("vLLM prefix cache", device, device.ttft_s, "", device.identical)
     return shown
 

@@ -38,7 +38,7 @@ def test_the_table_fits_80_columns_and_has_every_side() -> None:
     Console(file=out, width=80).print(main.table(*SIDES))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    for row in (("cold: computed", "6.000 s"), ("from Redis, second server", "0.400 s", "2,400", "15.0 ×", "no")):
+    for row in (("cold: computed", "6.000 s"), ("from Redis, shared", "0.400 s", "2,400", "15.0 ×", "no")):
         assert any(all(cell in line for cell in row) for line in lines), row
 
 
