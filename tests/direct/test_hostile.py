@@ -5,13 +5,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from kvstow.device.base import Transfer
 from kvstow.direct.geometry import RECORD_BYTES, SUPERBLOCK_BYTES
 from kvstow.direct.volume import FILE_NAME
-from kvstow.errors import SettingsError
+from kvstow.errors import CopyError, SettingsError, UnsupportedError
+from kvstow.layout import Place, Span
+from kvstow.vllm.direct import open_direct
 from tests.direct.rig import Rig, key, shuffled
 
 CHUNKS = dict(enumerate(shuffled(8, 1)))
@@ -243,3 +248,37 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(file_of(tmp_path, 0))
     with pytest.raises(SettingsError, match="neither a file nor a block device"):
         Rig(tmp_path)
+
+
+def test_failure_policy_raise_ends_the_engine(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, ranks=1, failure_policy="raise")
+    rig.store(CHUNKS)
+    flip(file_of(tmp_path, 0), extent(rig, 0, slot_of(rig, 2)) + 5000)
+    with pytest.raises(CopyError, match=r"batched read failed.*direct\.failure_policy is raise"):
+        rig.load(TARGETS)
+
+
+def test_a_worker_that_sees_other_files_is_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for ref, why in (
+        (replace(rig.ref, set_id=bytes(16)), "isn't shard 1 of the set"),
+        (replace(rig.ref, paths=rig.ref.paths[::-1]), "isn't shard 1 of the set"),
+        (replace(rig.ref, paths=("/nowhere/a", "/nowhere/b")), "can't be opened for direct I/O: No such file"),
+        (replace(rig.ref, engine="rds"), "rebel.rds can't be imported|serves RBLN NPUs"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            open_direct(rig.ranks[1].inner, ref, 1, torch.device("cpu"))
+    rig.close()
+
+
+def test_places_of_the_other_kind_are_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, ranks=1)
+    [rank] = rig.ranks
+    assert rank.device is not None
+    with pytest.raises(UnsupportedError, match="no host pool"):
+        rank.device.map_pool(memoryview(b""), 0)
+    rank.device.copy_in(7, [Transfer(Place("pool", (Span(0, 4096),)), [1])])
+    rank.device.copy_out(8, [])
+    ends = rank.device.finished()
+    assert [(end.ticket, end.failed) for end in ends] == [(7, (0,)), (8, ())]
+    rig.close()
