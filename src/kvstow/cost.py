@@ -55,7 +55,7 @@ class Line:
             self._rescale(max(seconds / expected, 1e-6) ** (0.5 * min(1.0, weight)))
         elif expected > 0 and seconds > SLOWER * expected:
             seconds = SLOWER * expected
-            self._rescale(SLOWER_STEP ** min(1.0, weight))
+            self._rescale(SLOWER_STEP ** min(1.0, weight, amount * self._w / self._x))  # a small one: more is fixed
         kept = KEPT**weight
         self._w = self._w * kept + weight
         self._x = self._x * kept + weight * amount
@@ -108,6 +108,11 @@ class Costs:
         self._prefill_tokens = 0
         self._decode = Mean()
         self.backlog_tokens = 0  # prompt tokens that this engine must compute before those of who asks now
+
+    @property
+    def learned(self) -> bool:
+        """Whether decisions go by what is learned."""
+        return self.min_tokens is None
 
     # --- learning -----------------------------------------------------------------------------------------------------
 

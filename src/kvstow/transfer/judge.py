@@ -147,7 +147,7 @@ class Judge:
         return chunks
 
     def _pass_over(self, tier: int, decision: str) -> None:
-        self._queues[tier].passed_over += 1
+        self._queues[tier].passed_over += self._costs.learned
         self._metrics.count("fetch_decisions", tier=self._tiers[tier].name, decision=decision)
 
     def begin(self, wait: Wait, gained: int) -> None:
