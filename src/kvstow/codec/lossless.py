@@ -12,6 +12,7 @@ where that pays; last the references.
 
 from __future__ import annotations
 
+from math import gcd, prod
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvstow.codec.entropy import Packer, unpack, worth_packing
 from kvstow.codec.shape import Array, KVShape
 
 _SAMPLED_TOKENS: Final = 32  # a reference is the mean over as many or up to twice that; their sum fits 16 bits
+_ROW: Final = 1024
 
 
 class Lossless:
@@ -43,18 +45,18 @@ class Lossless:
         layers = np.frombuffer(payload, shape.word).reshape(shape.layers, -1)
         writer, packer = Writer(out, self.kind, shape, _streams(shape)), Packer()
         references = np.empty((shape.layers, *shape.over("khc")), np.uint8)
-        scratch = np.empty((2, shape.layer_numbers), shape.word)
+        scratch = np.empty((2, segment_numbers(shape)), shape.word)
         room = np.empty(shape.item * segment_numbers(shape), np.uint8)
-        step = max(1, shape.blocks * shape.tokens // _SAMPLED_TOKENS)
         for segment in segments(shape):
-            length = len(segment) * shape.layer_numbers
-            planes = room[: shape.item * length].reshape(shape.item, len(segment), -1)
-            for at, layer in enumerate(segment):
-                split(layers[layer], planes[:, at], scratch)
-                first = shape.layer(planes[0, at])
-                references[layer] = _reference(first, shape, step)
-                np.subtract(first, references[layer], out=first)
-            for index, plane in enumerate(planes.reshape(shape.item, -1)):
+            words = layers[segment.start : segment.stop].reshape(-1)
+            planes = room[: shape.item * len(words)].reshape(shape.item, -1)
+            split(words, planes, scratch[:, : len(words)])
+            mine = references[segment.start : segment.stop]
+            _reference(planes[0].reshape(len(segment), shape.blocks, *shape.page), shape, mine)
+            tiled = _tiled(mine, shape)
+            rows = planes[0].reshape(_row_shape(len(segment), shape))
+            np.subtract(rows, tiled, out=rows)
+            for index, plane in enumerate(planes):
                 if index == 0 or worth_packing(plane):
                     writer.add_packed(packer, plane)
                 else:
@@ -67,32 +69,54 @@ class Lossless:
         reader = Reader(encoded, self.kind, shape, _streams(shape))
         streams = [[reader.take() for _ in range(shape.item)] for _ in segments(shape)]
         references = unpack(reader.take(), shape.layers * shape.channels).reshape(shape.layers, *shape.over("khc"))
+        tiled = _tiled(references, shape)
         layers = np.frombuffer(out, shape.word).reshape(shape.layers, -1)
-        scratch = np.empty(shape.layer_numbers, shape.word)
-        first = np.empty(shape.layer_numbers, np.uint8)
+        scratch = np.empty(segment_numbers(shape), shape.word)
+        first = np.empty(segment_numbers(shape), np.uint8)
         for segment, packed in zip(segments(shape), streams, strict=True):
-            length = len(segment) * shape.layer_numbers
-            planes = [unpack(stream, length).reshape(len(segment), -1) for stream in packed]
-            for at, layer in enumerate(segment):
-                np.add(shape.layer(planes[0][at]), references[layer], out=shape.layer(first))
-                join([first, *(plane[at] for plane in planes[1:])], layers[layer], scratch)
+            words = layers[segment.start : segment.stop].reshape(-1)
+            planes = [unpack(stream, len(words)) for stream in packed]
+            mine, rows = first[: len(words)], _row_shape(len(segment), shape)
+            np.add(planes[0].reshape(rows), tiled[segment.start : segment.stop], out=mine.reshape(rows))
+            join([mine, *planes[1:]], words, scratch[: len(words)])
 
 
 def _streams(shape: KVShape) -> int:
     return count_segments(shape) * shape.item + 1
 
 
-def _reference(first: Array, shape: KVShape, step: int) -> Array:
-    """The mean first byte of each channel, of every ``step``-th token."""
-    tokens = shape.axes("n")[0]
+def _reference(first: Array, shape: KVShape, out: Array) -> None:
+    """The mean first byte of each channel, of every few tokens, into ``out``; both begin with the layers."""
+    step = max(1, shape.blocks * shape.tokens // _SAMPLED_TOKENS)
+    tokens = shape.axes("n")[0] + 1
     if shape.tokens >= step:
         picked = first[(slice(None),) * tokens + (slice(None, None, step),)]
     else:
-        picked = first[:: max(1, step // shape.tokens)]
-    count = picked.shape[0] * picked.shape[tokens]
-    total = np.add.reduce(picked, axis=shape.axes("bn"), dtype=np.uint16, keepdims=True)
-    mean: Array = ((total + count // 2) // count).astype(np.uint8)
-    return mean
+        picked = first[:, :: max(1, step // shape.tokens)]
+    count = picked.shape[1] * picked.shape[tokens]
+    total = np.add.reduce(picked, axis=(1, tokens), dtype=np.uint16, keepdims=True)
+    np.copyto(out, (total + count // 2) // count, casting="unsafe")
+
+
+def _row_shape(layers: int, shape: KVShape) -> tuple[int, ...]:
+    """First bytes of some layers, the last axis several tokens long: numpy takes a step of its own for each row, and
+    a row of one head and token is short."""
+    times, at = _times(shape), shape.order.index("n")
+    before, after = shape.page[:at], shape.page[at + 1 :]
+    return (layers, shape.blocks, *before, shape.tokens // times, times * prod(after))
+
+
+def _tiled(references: Array, shape: KVShape) -> Array:
+    """References that broadcast over ``_row_shape``."""
+    at = shape.order.index("n")
+    flat = references.reshape(len(references), 1, *shape.page[:at], 1, prod(shape.page[at + 1 :]))
+    return np.tile(flat, _times(shape))
+
+
+def _times(shape: KVShape) -> int:
+    """Tokens of a row."""
+    most = _ROW // prod(shape.page[shape.order.index("n") + 1 :])
+    return gcd(shape.tokens, 1 << max(0, most.bit_length() - 1))
 
 
 def split(words: Array, planes: Array, scratch: Array) -> None:
