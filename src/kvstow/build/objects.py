@@ -96,10 +96,10 @@ def objects_options(settings: Settings) -> ObjectsOptions:
 def _check_endpoint(endpoint: str, *, allow_http: bool) -> None:
     try:
         parts = urlsplit(endpoint)
-        host = parts.hostname
     except ValueError:
-        host = None
-    if host is None or parts.scheme not in ("http", "https"):
+        parts = urlsplit("")
+    host = parts.hostname
+    if not host or parts.scheme not in ("http", "https"):
         raise SettingsError("objects.endpoint: expected https://host or https://host:port")
     if "@" in parts.netloc or parts.query:
         raise SettingsError("objects.endpoint has no user, password or ?: credentials come from the environment")

@@ -17,7 +17,7 @@ MIN_PART_BYTES: Final = 1 << 20
 MAX_PART_BYTES: Final = 1 << 30
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
-_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
+_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,221}")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._/=+-]*")
 
 

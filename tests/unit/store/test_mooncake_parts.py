@@ -1,0 +1,144 @@
+"""Parts of the Mooncake tier that need no master: what a tier is built from, who uses which name at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from kvstow import build
+from kvstow.errors import SettingsError, StoreUnavailable
+from kvstow.key import ChunkKey, Namespace
+from kvstow.metrics import Metrics
+from kvstow.settings import Settings, parse
+from kvstow.settings.variables import set_defaults
+from kvstow.store.mooncake import MooncakeOptions
+from kvstow.store.mooncake.store import MooncakeStore, _Use
+from kvstow.testing.manual import ManualClock
+
+LAYOUT = build.chunk_layout(Settings(), 16, [8192])
+
+
+def settings(**own: Any) -> Settings:
+    return parse(None, {}, {f"mooncake.{name}": value for name, value in own.items()}).settings
+
+
+def test_k6_every_setting_reaches_the_store() -> None:
+    own = settings(
+        master="h:50051", metadata="http://h:8080/metadata", protocol="rdma", device="mlx5_0",
+        local_hostname="10.0.0.1", segment_size="1GiB", buffer_size="32MiB", prefix="p/", replicas=2,
+        timeout_ms=500, connect_timeout_ms=3000,
+    )
+    assert build.mooncake_options(own, LAYOUT) == MooncakeOptions(
+        "h:50051", metadata="http://h:8080/metadata", protocol="rdma", device="mlx5_0", local_hostname="10.0.0.1",
+        segment_bytes=1 << 30, buffer_bytes=32 << 20, prefix="p/", replicas=2, timeout_s=0.5, connect_timeout_s=3.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"master": "h"}, r"mooncake\.master: expected host:port"),
+        ({"master": "h:"}, r"mooncake\.master: expected host:port"),
+        ({"master": ":1"}, r"mooncake\.master: expected host:port"),
+        ({"master": "h:99999"}, r"mooncake\.master: expected host:port"),
+        ({"master": "h:1", "buffer_size": "4KiB"}, r"mooncake\.buffer_size 4.096kB is less than a chunk"),
+        ({"master": "h:1", "device": "mlx5_0"}, r"mooncake\.device is set, and mooncake\.protocol isn't rdma"),
+    ],
+)
+def test_o1_settings_that_cannot_be_used_are_named_with_the_fix(own: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        build.mooncake_options(settings(**own), LAYOUT)
+
+
+def tier(**own: Any) -> Any:
+    return build.build_mooncake(settings(**own), LAYOUT, clock=ManualClock(), metrics=Metrics())
+
+
+def test_without_a_master_there_is_no_tier() -> None:
+    assert tier() is None
+
+
+def test_the_client_is_loaded_only_for_the_tier_and_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvstow.store.mooncake.connect", raising=False)
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(SettingsError, match=r"pip install 'kvstow\[mooncake\]', and apt-get install libibverbs1"):
+        tier(master="h:1")
+
+
+def test_h7_a_master_that_cannot_be_reached_does_not_hold_up_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    from kvstow.testing.mooncake_server import missing
+
+    if why := missing():
+        pytest.skip(why)
+    built = tier(master="127.0.0.1:1")
+    assert built.executor.wait(30.0)
+    assert built.close(5.0)
+    assert "Mooncake (127.0.0.1:1) can't be used now, kvstow goes on without it" in caplog.text
+
+
+def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "7")
+    monkeypatch.delenv("MC_RPC_CONNECT_TIMEOUT_MS", raising=False)
+    set_defaults(MooncakeOptions("h:1", timeout_s=1.5).variables())
+    assert (os.environ["MC_RPC_TIMEOUT_MS"], os.environ["MC_RPC_CONNECT_TIMEOUT_MS"]) == ("7", "1000")
+    assert MooncakeOptions("h:1", timeout_s=1.5).variables()["MC_RPC_TIMEOUT_MS"] == "1500"
+    monkeypatch.delenv("MC_RPC_CONNECT_TIMEOUT_MS")
+
+
+def test_a_name_is_deleted_when_nobody_reads_it_and_read_when_nobody_deletes_it() -> None:
+    use = _Use(0.01)
+    with use.reading(["a", "b"]), use.reading(["a"]):
+        with pytest.raises(StoreUnavailable, match="another call"), use.deleting(["b"]):
+            raise AssertionError("read meanwhile")
+        with use.deleting(["c"]), use.reading(["b"]):
+            pass
+    with use.deleting(["a"]):
+        with pytest.raises(StoreUnavailable, match="another call"), use.reading(["x", "a"]):
+            raise AssertionError("deleted meanwhile")
+        with pytest.raises(StoreUnavailable, match="another call"), use.deleting(["a"]):
+            raise AssertionError("deleted meanwhile")
+    with use.reading(["a", "x"]), use.writing(["a"]) as mine:
+        assert mine == [0]
+
+
+def test_a_name_is_written_by_one_at_a_time() -> None:
+    use = _Use(0.01)
+    with use.writing(["a", "b", "a"]) as mine:
+        assert mine == [0, 1]
+        with use.writing(["b", "c"]) as others:
+            assert others == [1]
+    with use.writing(["b"]) as again:
+        assert again == [0]
+
+
+class _Client:
+    """Answers every question with one code: what a fault means, without a fault."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [self.code] * len(names)
+
+    def get_size(self, name: str) -> int:
+        return self.code
+
+    def remove(self, name: str, force: bool) -> int:
+        return self.code
+
+
+@pytest.mark.parametrize("code", [-1, -800, -900, -901])
+def test_k2_faults_of_the_client_are_unavailable(code: int) -> None:
+    store = MooncakeStore(MooncakeOptions("h:1"), ManualClock(), lambda: (_Client(code), None))
+    one = ChunkKey.build(Namespace.from_fields({}), 0, b"x")
+    for work in (
+        lambda: store.contains([one]),
+        lambda: store.read([(one, memoryview(bytearray(9)))]),
+        lambda: store.write([(one, [memoryview(b"x")])]),
+        lambda: store.delete([one]),
+    ):
+        with pytest.raises(StoreUnavailable, match=f"code {code}"):
+            work()
