@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-from typing import Final
 
 from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable, UnsupportedError
 from kvstow.layout import ChunkLayout
@@ -19,12 +18,6 @@ from kvstow.store.retry import Retry
 from kvstow.tier import Tier
 
 logger = logging.getLogger("kvstow")
-
-_OTHER_ROOT: Final = (
-    "the block hashes of the engines that share it begin with another root ({word}; here {ours}): nothing would be "
-    "shared. Give PYTHONHASHSEED the same value on all of them, or on none. If none of those runs any more, set "
-    "another redis.prefix, or remove the entry {name}, which is gone an hour after its last use"
-)
 
 
 def build_redis(
@@ -50,8 +43,7 @@ def build_redis(
     differs: list[str] = []
 
     def other_root(name: bytes, word: str) -> None:
-        ours = root[1] if root else ""
-        differs.append(_OTHER_ROOT.format(word=word, ours=ours, name=name.decode(errors="replace")))
+        differs.append(_other_root(word, root[1] if root else "", name.decode(errors="replace")))
         logger.error("Redis (%r): %s", options, differs[0])
 
     own = Root(options.prefix.encode(), *root, clock, other_root) if root else None
@@ -68,6 +60,14 @@ def build_redis(
         store = WriteLimit(store, clock, bytes_s=settings.redis.write_limit)
     executor = ThreadExecutor("redis", threads=settings.redis.threads)
     return Tier("redis", store, executor, layout=layout, clock=clock, metrics=metrics)
+
+
+def _other_root(word: str, ours: str, entry: str) -> str:
+    return (
+        f"the block hashes of the engines that share it begin with another root ({word}; here {ours}): nothing would "
+        "be shared. Give PYTHONHASHSEED the same value on all of them, or on none. If none of those runs any more, set "
+        f"another redis.prefix, or remove the entry {entry}, which is gone an hour after its last use"
+    )
 
 
 def redis_options(settings: Settings) -> RedisOptions:
