@@ -35,12 +35,12 @@ _LARGEST: Final = 127.0  # symbol
 _LARGEST_MEAN: Final = 32767.0  # in parts of a step
 
 
-class _Layer(NamedTuple):
-    """What a layer's numbers become, besides symbols."""
+class _Side(NamedTuple):
+    """What the numbers of a segment's layers become, besides symbols."""
 
-    steps: Array  # [planes]
-    means: Array  # [channels], int16
-    kept: Array  # [blocks, tokens], bool
+    steps: Array  # [layers, planes]
+    means: Array  # [layers, channels], int16
+    kept: Array  # [layers, blocks, tokens], bool
 
 
 class CacheGen:
@@ -65,55 +65,57 @@ class CacheGen:
         require_lengths(payload, shape, out, self.max_encoded_bytes(shape))
         words = np.frombuffer(payload, shape.word).reshape(shape.layers, -1)
         writer, packer = Writer(out, self.kind, shape, _streams(shape)), Packer()
-        values = np.empty(shape.layer_numbers, np.float32)
+        values = np.empty(segment_numbers(shape), np.float32)
         room = np.empty(segment_numbers(shape), np.int8)
-        sides: list[_Layer] = []
+        sides: list[_Side] = []
         for segment in segments(shape):
-            symbols = room[: len(segment) * shape.layer_numbers].reshape(len(segment), -1)
-            for at, layer in enumerate(segment):
-                with np.errstate(all="ignore"):  # what is not finite, or too large to square, is kept
-                    widen(words[layer], shape.dtype, values)
-                    sides.append(self._quantise(shape.layer(values), shape, shape.layer(symbols[at])))
-            writer.add_packed(packer, symbols.view(np.uint8))
-        writer.add(np.array([side.steps for side in sides], "<f4"))
-        means = np.array([side.means for side in sides], "<i2").reshape(-1).view(np.uint8)
+            mine = words[segment.start : segment.stop].reshape(-1)
+            with np.errstate(all="ignore"):  # what is not finite, or too large to square, is kept
+                widen(mine, shape.dtype, values[: len(mine)])
+                sides.append(self._quantise(values[: len(mine)], shape, room[: len(mine)]))
+            writer.add_packed(packer, room[: len(mine)].view(np.uint8))
+        steps, means, kept = (np.concatenate(parts) for parts in zip(*sides, strict=True))
+        writer.add(steps.astype("<f4"))
+        by_byte = means.astype("<i2").reshape(-1).view(np.uint8)
         for byte in (1, 0):
-            writer.add_packed(packer, np.ascontiguousarray(means[byte::2]))
-        writer.add(np.packbits([side.kept.reshape(-1) for side in sides], axis=1))
-        kept = [_tokens(shape.layer(words[i]), shape)[side.kept].reshape(-1) for i, side in enumerate(sides)]
-        writer.add(np.concatenate(kept))
+            writer.add_packed(packer, np.ascontiguousarray(by_byte[byte::2]))
+        writer.add(np.packbits(kept.reshape(shape.layers, -1), axis=1))
+        exact = _tokens(words.reshape(shape.layers, shape.blocks, *shape.page), shape)[kept]
+        writer.add(exact.reshape(-1))
         return writer.end()
 
-    def _quantise(self, values: Array, shape: KVShape, symbols: Array) -> _Layer:
-        """One layer; ``values`` are overwritten."""
-        tokens = _tokens(values, shape)
-        kept = _stand_out(_energies(values, shape))
+    def _quantise(self, values: Array, shape: KVShape, symbols: Array) -> _Side:
+        """Some layers; ``values`` are overwritten."""
+        layers = len(values) // shape.layer_numbers
+        by_axis, rows = values.reshape(layers, shape.blocks, *shape.page), values.reshape(shape.rows(layers))
+        tokens = _tokens(by_axis, shape)
+        kept = _stand_out(_energies(by_axis, shape))
         if kept.any():
             tokens[kept] = 0.0
-        count = int((~kept).sum())
-        mean = np.add.reduce(values, axis=shape.axes("bn"), keepdims=True) / np.float32(max(1, count))
-        np.subtract(values, mean, out=values)
-        energies = _energies(values, shape)
-        energies[:, kept] = 0.0
-        kept |= ~(energies <= OUTLIER * _median(energies)).all(axis=0)
-        energies[:, kept] = 0.0
-        numbers = max(1, int((~kept).sum())) * shape.heads * shape.size
-        steps = self._step * np.sqrt(energies.sum(axis=(1, 2)) / np.float32(numbers))
-        per_step = 1 / steps.reshape(shape.over("k"))
-        means = np.rint(mean * (per_step * MEAN_PARTS))
-        np.multiply(values, per_step, out=values)
+        counts = np.maximum(1, np.count_nonzero(~kept, axis=(1, 2))).astype(np.float32)
+        mean = shape.sum_tokens(rows) / counts.reshape(-1, 1, 1, 1, 1, 1)
+        np.subtract(rows, shape.tiled(mean), out=rows)
+        energies = _energies(by_axis, shape)
+        np.copyto(energies, 0.0, where=kept[:, None])
+        kept |= ~(energies <= OUTLIER * _median(energies)).all(axis=1)
+        np.copyto(energies, 0.0, where=kept[:, None])
+        numbers = np.maximum(1, np.count_nonzero(~kept, axis=(1, 2))) * np.float32(shape.heads * shape.size)
+        steps = self._step * np.sqrt(energies.sum(axis=(2, 3)) / numbers[:, None].astype(np.float32))
+        per_step = 1 / steps.reshape(layers, *shape.over("k"))
+        means = np.rint(mean * (per_step * MEAN_PARTS)).reshape(layers, -1)
+        np.multiply(rows, shape.tiled(per_step, "k"), out=rows)
         np.rint(values, out=values)
         if kept.any():
             tokens[kept] = 0.0
-        if not (steps.all() and np.isfinite(per_step).all() and np.abs(means).max() <= _LARGEST_MEAN):
-            values[...] = 0.0  # numbers with no scale of their own: all alike, or far too large or small
-            kept[...] = True
-            steps, means = np.zeros_like(steps), np.zeros_like(means)
+        per_layer = per_step.reshape(layers, -1)
+        good = steps.all(axis=1) & np.isfinite(per_layer).all(axis=1) & (np.abs(means).max(axis=1) <= _LARGEST_MEAN)
+        if not good.all():  # numbers with no scale of their own: all alike, or far too large or small
+            by_axis[~good], steps[~good], means[~good], kept[~good] = 0.0, 0.0, 0.0, True
         if values.max() > _LARGEST or values.min() < -_LARGEST:
-            kept |= (np.abs(tokens) > _LARGEST).any(axis=tuple(range(2, tokens.ndim)))
+            kept |= (np.abs(tokens) > _LARGEST).any(axis=tuple(range(3, tokens.ndim)))
             tokens[kept] = 0.0
         np.copyto(symbols, values, casting="unsafe")
-        return _Layer(steps, means.astype(np.int16).reshape(-1), kept)
+        return _Side(steps, means.astype(np.int16), kept)
 
     def decode(self, encoded: memoryview, shape: KVShape, out: memoryview) -> None:
         require_room(shape, out)
@@ -123,26 +125,24 @@ class CacheGen:
         means = np.empty((shape.layers * shape.channels, 2), np.uint8)
         for byte in (1, 0):
             means[:, byte] = unpack(reader.take(), len(means))
-        mean = means.view("<i2").reshape(shape.layers, *shape.over("khc"))
         flags = reader.exactly(shape.layers * _flag_bytes(shape)).reshape(shape.layers, -1)
         count = shape.blocks * shape.tokens
         kept = np.unpackbits(flags, axis=1, count=count).astype(bool).reshape(shape.layers, shape.blocks, shape.tokens)
         exact = reader.exactly(int(kept.sum()) * shape.channels * shape.item).view(shape.word)
         words = np.frombuffer(out, shape.word).reshape(shape.layers, -1)
-        values = np.empty(shape.layer_numbers, np.float32)
-        for segment, stream in zip(segments(shape), packed, strict=True):
-            symbols = unpack(stream, len(segment) * shape.layer_numbers).view(np.int8).reshape(len(segment), -1)
-            for at, layer in enumerate(segment):
-                with np.errstate(all="ignore"):  # bytes of another origin may say anything
-                    np.copyto(values, symbols[at])
-                    by_axis = shape.layer(values)
-                    np.multiply(by_axis, steps[layer], out=by_axis)
-                    np.add(by_axis, mean[layer] * (steps[layer] / np.float32(MEAN_PARTS)), out=by_axis)
-                    narrow(values, shape.dtype, words[layer])
-                if kept[layer].any():
-                    tokens = _tokens(shape.layer(words[layer]), shape)
-                    mine, exact = np.split(exact, [int(kept[layer].sum()) * shape.channels])
-                    tokens[kept[layer]] = mine.reshape(-1, *tokens.shape[2:])
+        values = np.empty(segment_numbers(shape), np.float32)
+        with np.errstate(all="ignore"):  # bytes of another origin may say anything
+            mean = means.view("<i2").reshape(shape.layers, *shape.over("khc")) * (steps / np.float32(MEAN_PARTS))
+            for segment, stream in zip(segments(shape), packed, strict=True):
+                mine = words[segment.start : segment.stop].reshape(-1)
+                near = values[: len(mine)]
+                np.copyto(near, unpack(stream, len(mine)).view(np.int8))
+                rows = near.reshape(shape.rows(len(segment)))
+                np.multiply(rows, shape.tiled(steps[segment.start : segment.stop], "k"), out=rows)
+                np.add(rows, shape.tiled(mean[segment.start : segment.stop]), out=rows)
+                narrow(near, shape.dtype, mine)
+        tokens = _tokens(words.reshape(shape.layers, shape.blocks, *shape.page), shape)
+        tokens[kept] = exact.reshape(-1, *tokens.shape[3:])
 
 
 def _streams(shape: KVShape) -> int:
@@ -153,27 +153,27 @@ def _flag_bytes(shape: KVShape) -> int:
     return -(-shape.blocks * shape.tokens // 8)
 
 
-def _tokens(layer: Array, shape: KVShape) -> Array:
-    """A view of a layer with blocks and tokens first."""
-    return np.moveaxis(layer, shape.axes("bn"), (0, 1))
+def _tokens(layers: Array, shape: KVShape) -> Array:
+    """A view of some layers with blocks and tokens behind them: [layers, blocks, tokens, …]."""
+    return np.moveaxis(layers, [axis + 1 for axis in shape.axes("bn")], (1, 2))
 
 
-def _energies(layer: Array, shape: KVShape) -> Array:
-    """Sum of squares of each token in each plane: [planes, blocks, tokens]."""
-    axes = f"b{shape.order}"
-    energies: Array = np.einsum(f"{axes},{axes}->kbn", layer, layer)
+def _energies(layers: Array, shape: KVShape) -> Array:
+    """Sum of squares of each token in each plane: [layers, planes, blocks, tokens]."""
+    axes = f"lb{shape.order}"
+    energies: Array = np.einsum(f"{axes},{axes}->lkbn", layers, layers)
     return energies
 
 
 def _median(energies: Array) -> Array:
     """Of each plane, over its tokens; what is not a number is sorted as the largest."""
-    flat = energies.reshape(len(energies), -1)
-    middle = flat.shape[1] // 2
-    return np.partition(flat, middle, axis=1)[:, middle].reshape(-1, 1, 1)
+    flat = energies.reshape(*energies.shape[:2], -1)
+    middle = flat.shape[2] // 2
+    return np.partition(flat, middle, axis=2)[..., middle].reshape(*energies.shape[:2], 1, 1)
 
 
 def _stand_out(energies: Array) -> Array:
-    """Which tokens are sinks, or are not finite."""
-    sink = np.array(SINK[-len(energies) :], np.float32).reshape(-1, 1, 1) * _median(energies)
-    usual: Array = ((energies >= sink) & np.isfinite(energies)).all(axis=0)
+    """Which tokens are sinks, or are not finite: [layers, blocks, tokens]."""
+    sink = np.array(SINK[-energies.shape[1] :], np.float32).reshape(-1, 1, 1) * _median(energies)
+    usual: Array = ((energies >= sink) & np.isfinite(energies)).all(axis=1)
     return ~usual

@@ -12,7 +12,6 @@ where that pays; last the references.
 
 from __future__ import annotations
 
-from math import gcd, prod
 from typing import Final
 
 import numpy as np
@@ -23,7 +22,6 @@ from kvstow.codec.entropy import Packer, unpack, worth_packing
 from kvstow.codec.shape import Array, KVShape
 
 _SAMPLED_TOKENS: Final = 32  # a reference is the mean over as many or up to twice that; their sum fits 16 bits
-_ROW: Final = 1024
 
 
 class Lossless:
@@ -53,8 +51,8 @@ class Lossless:
             split(words, planes, scratch[:, : len(words)])
             mine = references[segment.start : segment.stop]
             _reference(planes[0].reshape(len(segment), shape.blocks, *shape.page), shape, mine)
-            tiled = _tiled(mine, shape)
-            rows = planes[0].reshape(_row_shape(len(segment), shape))
+            tiled = shape.tiled(mine)
+            rows = planes[0].reshape(shape.rows(len(segment)))
             np.subtract(rows, tiled, out=rows)
             for index, plane in enumerate(planes):
                 if index == 0 or worth_packing(plane):
@@ -69,15 +67,15 @@ class Lossless:
         reader = Reader(encoded, self.kind, shape, _streams(shape))
         streams = [[reader.take() for _ in range(shape.item)] for _ in segments(shape)]
         references = unpack(reader.take(), shape.layers * shape.channels).reshape(shape.layers, *shape.over("khc"))
-        tiled = _tiled(references, shape)
         layers = np.frombuffer(out, shape.word).reshape(shape.layers, -1)
         scratch = np.empty(segment_numbers(shape), shape.word)
         first = np.empty(segment_numbers(shape), np.uint8)
         for segment, packed in zip(segments(shape), streams, strict=True):
             words = layers[segment.start : segment.stop].reshape(-1)
             planes = [unpack(stream, len(words)) for stream in packed]
-            mine, rows = first[: len(words)], _row_shape(len(segment), shape)
-            np.add(planes[0].reshape(rows), tiled[segment.start : segment.stop], out=mine.reshape(rows))
+            mine, rows = first[: len(words)], shape.rows(len(segment))
+            tiled = shape.tiled(references[segment.start : segment.stop])
+            np.add(planes[0].reshape(rows), tiled, out=mine.reshape(rows))
             join([mine, *planes[1:]], words, scratch[: len(words)])
 
 
@@ -96,27 +94,6 @@ def _reference(first: Array, shape: KVShape, out: Array) -> None:
     count = picked.shape[1] * picked.shape[tokens]
     total = np.add.reduce(picked, axis=(1, tokens), dtype=np.uint16, keepdims=True)
     np.copyto(out, (total + count // 2) // count, casting="unsafe")
-
-
-def _row_shape(layers: int, shape: KVShape) -> tuple[int, ...]:
-    """First bytes of some layers, the last axis several tokens long: numpy takes a step of its own for each row, and
-    a row of one head and token is short."""
-    times, at = _times(shape), shape.order.index("n")
-    before, after = shape.page[:at], shape.page[at + 1 :]
-    return (layers, shape.blocks, *before, shape.tokens // times, times * prod(after))
-
-
-def _tiled(references: Array, shape: KVShape) -> Array:
-    """References that broadcast over ``_row_shape``."""
-    at = shape.order.index("n")
-    flat = references.reshape(len(references), 1, *shape.page[:at], 1, prod(shape.page[at + 1 :]))
-    return np.tile(flat, _times(shape))
-
-
-def _times(shape: KVShape) -> int:
-    """Tokens of a row."""
-    most = _ROW // prod(shape.page[shape.order.index("n") + 1 :])
-    return gcd(shape.tokens, 1 << max(0, most.bit_length() - 1))
 
 
 def split(words: Array, planes: Array, scratch: Array) -> None:

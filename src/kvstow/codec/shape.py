@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +19,7 @@ DTYPES: Final[dict[str, int]] = {  # name to its code in an encoded span; never 
 }
 _WORDS: Final = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16, "float8": np.uint8}
 _UNKNOWN_LAYER_BYTES: Final = 256 << 10
+_ROW: Final = 1024  # numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,38 @@ class KVShape:
     def layer(self, array: Array) -> Array:
         """One layer's numbers, flat, with its axes."""
         return array.reshape(self.blocks, *self.page)
+
+    # numpy takes a step of its own for each row of what it broadcasts, and a row of one head and token is short. So
+    # layers are cut into rows of several tokens, and what is the same for all tokens is repeated as often.
+
+    def rows(self, layers: int) -> tuple[int, ...]:
+        """The axes of some layers cut like that: layers, blocks, those before ``n``, rows, numbers of a row."""
+        at = self.order.index("n")
+        return (layers, self.blocks, *self.page[:at], self.tokens // self._row_tokens, self._row_tokens * self._inside)
+
+    def tiled(self, array: Array, letters: str = "khc") -> Array:
+        """What broadcasts over ``rows``, from some layers' [layers, *over(letters)]."""
+        at = self.order.index("n")
+        if not set(letters) & set(self.order[at + 1 :]):
+            return array.reshape(len(array), 1, *array.shape[2 : 2 + at], 1, 1)
+        whole = np.broadcast_to(array, (len(array), *self.over("khc")))
+        tiled: Array = np.tile(whole.reshape(len(array), 1, *self.page[:at], 1, self._inside), self._row_tokens)
+        return tiled
+
+    def sum_tokens(self, rows: Array) -> Array:
+        """Of each channel: [layers, *over("khc")], from ``rows``."""
+        by_row = np.add.reduce(rows, axis=(1, -2))
+        total: Array = np.add.reduce(by_row.reshape(*by_row.shape[:-1], self._row_tokens, self._inside), axis=-2)
+        return total.reshape(len(rows), *self.over("khc"))
+
+    @property
+    def _inside(self) -> int:
+        """Numbers of a token that lie together."""
+        return prod(self.page[self.order.index("n") + 1 :])
+
+    @property
+    def _row_tokens(self) -> int:
+        return gcd(self.tokens, 1 << max(0, (_ROW // self._inside).bit_length() - 1))
 
 
 def shape_of(
