@@ -133,7 +133,7 @@ def test_a_store_that_becomes_slow_and_fast_again_is_left_and_used_again() -> No
         by_phase[min(2, int((each.arrives_s - began_s) // 40))].append(i)
     first, slow, last = ([served[i] for i in phase] for phase in by_phase)
     assert hit_share(first[1:-2]) == 1.0
-    assert hit_share(slow[10:]) == 0.0
+    assert hit_share(slow[10:]) < 0.1, "only what was read to look at the tier again, and stayed in memory"
     assert mean_ttft(slow) <= 1.05 * mean_ttft([without[i] for i in by_phase[1]]) + 0.05
     used_again = next(i for i, each in enumerate(last) if each.loaded_tokens)
     assert used_again <= 80, "as often as a tier is looked at again, and some"
