@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import json
 import os
 import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,21 +177,25 @@ def test_i5_direct_io_refused_after_the_probe_goes_on_buffered(
     store = disk(tmp_path)
     buffers = _aligned(2 * CHUNK)
     buffers[:CHUNK] = value_of(0, CHUNK)
-    calls = 0
-    real = files.direct
+    refused = 0
 
-    def refuse(fd: int) -> None:
-        nonlocal calls
-        calls += 1
-        real(fd)
-        raise OSError(22, "Invalid argument")
+    def refusing(real: Callable[..., int]) -> Callable[..., int]:
+        def move(fd: int, parts: Any, at: int) -> int:
+            nonlocal refused
+            if is_direct(fd):
+                refused += 1
+                raise OSError(22, "Invalid argument")
+            return real(fd, parts, at)
 
-    monkeypatch.setattr(files, "direct", refuse)
+        return move
+
+    monkeypatch.setattr(os, "pwritev", refusing(os.pwritev))
+    monkeypatch.setattr(os, "preadv", refusing(os.preadv))
     for i in range(3):
         assert store.write([(make_key(i), [buffers[:CHUNK]])]) == [Done(CHUNK)]
         assert store.read([(make_key(i), buffers[CHUNK:])]) == [Done(CHUNK)]
         assert buffers[CHUNK:] == value_of(0, CHUNK)
-    assert calls == 1, "asked once"
+    assert refused == 1, "asked once"
     assert caplog.text.count("buffered from here on") == 1
 
 
@@ -198,9 +206,12 @@ def test_direct_io_is_used_where_it_works(tmp_path: Path, monkeypatch: pytest.Mo
     if not works:
         pytest.skip("no direct I/O on this filesystem")
     used: list[int] = []
-    real = files.direct
-    monkeypatch.setattr(files, "direct", lambda fd: (used.append(fd), real(fd)))
-    store, page = disk(tmp_path), _aligned(2 * CHUNK)
+    real = os.pwritev, os.preadv
+    note = lambda fd: used.append(fd) if is_direct(fd) else None  # noqa: E731
+    store = disk(tmp_path)
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: (note(fd), real[0](fd, parts, at))[1])
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: (note(fd), real[1](fd, parts, at))[1])
+    page = _aligned(2 * CHUNK)
     page[:] = value_of(3, 2 * CHUNK)
     assert store.write([(make_key(0), [page[:4096], page[4096:CHUNK]])]) == [Done(CHUNK)]
     assert store.read([(make_key(0), page[CHUNK:])]) == [Done(CHUNK)]
@@ -209,6 +220,42 @@ def test_direct_io_is_used_where_it_works(tmp_path: Path, monkeypatch: pytest.Mo
     store.write([(make_key(1), [page[1:CHUNK]])])
     store.read([(make_key(0), page[512 : CHUNK + 512])])
     assert len(used) == 2, "what is not aligned went direct"
+
+
+def test_a_file_whose_length_is_odd_is_read_buffered(tmp_path: Path) -> None:
+    store, page = disk(tmp_path), _aligned(2 * CHUNK)
+    assert put(store, make_key(0), 0, CHUNK - 100)
+    assert store.read([(make_key(0), page[:CHUNK])]) == [Done(CHUNK - 100)]
+    assert page[: CHUNK - 100] == value_of(0, CHUNK - 100)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
+def test_a_filesystem_that_only_links_publishes_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(files, "_renameat2", refuse)
+    store, other = disk(tmp_path), disk(tmp_path)
+    assert all(put(store, make_key(i), i) for i in range(5))
+    assert write_one(other, make_key(0), value_of(1, CHUNK)) is REJECTED
+    assert all(holds(other, make_key(i), i) for i in range(5))
+    assert temporaries(tmp_path) == []
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    root = os.open(tmp_path, os.O_RDONLY)
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    files.rename_new(root, "a", "c")
+    with pytest.raises(FileExistsError):
+        files.rename_new(root, "b", "c")
+    with pytest.raises(FileNotFoundError):
+        files.rename_new(root, "a", "d")
+    os.close(root)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"b": "b", "c": "a"}
 
 
 def test_i7_partly_moved_calls_are_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -253,6 +300,10 @@ def test_names_are_recognised_only_if_they_are_ours() -> None:
     assert names.owner_of_temporary(f"{'ab' * 16}-12") == "ab" * 16
     assert names.owner_of_temporary("mine-12") is None
     assert not names.is_namespace("tmp")
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def _aligned(size: int) -> memoryview:

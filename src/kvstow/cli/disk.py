@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Annotated, Any, Final
 
 import typer
@@ -183,7 +183,7 @@ def _directories(path: Sequence[str] | None) -> Iterator[list[DataDirectory]]:
     if not paths:
         raise SettingsError("no directory: give --path, or set disk.paths")
     with ExitStack() as stack:
-        yield [stack.enter_context(DataDirectory(one)) for one in paths]
+        yield [stack.enter_context(closing(DataDirectory(one))) for one in paths]
 
 
 def _one_namespace(directories: Sequence[DataDirectory], prefix: str) -> None:

@@ -140,7 +140,7 @@ def measure(folder: str, clock: Clock) -> Measured:
     if room.f_bavail * room.f_frsize < ROOM_FOR_SAMPLE:
         return Measured(direct, links, locks, None, None)
     if direct:
-        files.direct(fd.number)
+        fcntl.fcntl(fd.number, fcntl.F_SETFL, os.O_DIRECT)
     with mmap.mmap(-1, PIECE_BYTES) as piece, memoryview(piece) as view:
         view[:] = os.urandom(4096) * (PIECE_BYTES // 4096)
         written, write_s = _sample(os.pwritev, fd.number, [view], clock, SAMPLE_BYTES)

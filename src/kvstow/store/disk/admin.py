@@ -48,12 +48,6 @@ class DataDirectory:
     def close(self) -> None:
         self._mount.detach()
 
-    def __enter__(self) -> DataDirectory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def usage(self) -> Usage:
         """Count everything; the ledger is brought in line with it."""
         with faults(f"counting {self.path}"):

@@ -31,7 +31,3 @@ class SecondSight:
             if len(self._seen) > self._remembered:
                 self._seen.popitem(last=False)
             return False
-
-
-def admit_all(_: bytes) -> bool:
-    return True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from ctypes import CDLL, addressof, c_char, get_errno
 from typing import Final
 
 from kvstow.layout import ALIGN
@@ -18,6 +18,9 @@ IOV_MAX: Final = 1024  # Linux's limit of buffers in a call
 PROBE_BYTES: Final = 2 * ALIGN
 READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block the open
 CREATE_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+RENAME_NOREPLACE: Final = 1
+_renameat2: Final = CDLL(None, use_errno=True).renameat2  # glibc has it since 2.28; releases the GIL
 
 
 class Fd:
@@ -38,21 +41,13 @@ def aligned(parts: Sequence[Buffer]) -> bool:
     The kernel's own limits are often smaller and differ by device and version; these satisfy all. The address of a
     read-only buffer can't be seen from here: it counts as not aligned.
     """
-    return all(not len(part) or (len(part) % ALIGN == 0 and _address(part) % ALIGN == 0) for part in parts)
-
-
-def _address(part: Buffer) -> int:
-    return 1 if part.readonly else ctypes.addressof(ctypes.c_char.from_buffer(part))
+    whole = (part for part in parts if len(part))
+    return all(not len(p) % ALIGN and not p.readonly and not addressof(c_char.from_buffer(p)) % ALIGN for p in whole)
 
 
 def buffered(fd: int) -> None:
     """Make an open file's I/O go through the page cache from here on."""
     fcntl.fcntl(fd, fcntl.F_SETFL, 0)
-
-
-def direct(fd: int) -> None:
-    """Make an open file's I/O bypass the page cache. Raises ``OSError`` (EINVAL) where that is not possible."""
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
 
 
 def read_all(fd: int, parts: Sequence[Buffer], start: int = 0) -> int:
@@ -83,6 +78,17 @@ def _move(
         if left and at % ALIGN:
             buffered(fd)  # direct I/O can't go on from here
     return at - start
+
+
+def rename_new(root: int, source: str, target: str) -> None:
+    """Give a file a name that nothing has. Raises ``FileExistsError`` or another ``OSError``. In one call where the
+    filesystem can."""
+    code = _renameat2(root, source.encode(), root, target.encode(), RENAME_NOREPLACE) and get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS):
+        os.link(source, target, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
+        os.unlink(source, dir_fd=root)
+    elif code:
+        raise OSError(code, os.strerror(code), target)
 
 
 def direct_works(root: int, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ class Inside:
 
     def __init__(self, directories: int, threads: int | None, clock: Clock) -> None:
         self._began_s: list[dict[object, float]] = [{} for _ in range(directories)]
-        self._threads = threads
+        self._threads = math.inf if threads is None else threads
         self._clock = clock
         self._changed = threading.Condition()
 
@@ -27,13 +28,12 @@ class Inside:
     def visit(self, which: int) -> Iterator[None]:
         """A call in a directory. Raises ``StoreUnavailable`` at once for one that hangs."""
         began_s = self._began_s[which]
-        most = None if self._threads is None else -(-self._threads // 2)
+        visit = object()
         with self._changed:
-            while (left_s := self._left_s(which)) > 0 and most is not None and len(began_s) >= most:
+            while 2 * len(began_s) >= self._threads and (left_s := self._left_s(which)) > 0:
                 self._changed.wait(left_s)
-            if left_s <= 0:
+            if self._left_s(which) <= 0:
                 raise StoreUnavailable(f"a call has not returned for {HUNG_S:g} s")
-            visit = object()
             began_s[visit] = self._clock.monotonic()
         try:
             yield
@@ -43,8 +43,7 @@ class Inside:
                 self._changed.notify_all()
 
     def hangs(self, which: int) -> bool:
-        with self._changed:
-            return self._left_s(which) <= 0
+        return which in self.look()[0]
 
     def look(self) -> tuple[list[int], int]:
         """Directories that hang, and how many calls do in them; 0 where that leaves no directory or no thread for
@@ -54,7 +53,7 @@ class Inside:
             stuck = sum(len(self._began_s[which]) for which in hanging)
             if hanging:
                 self._changed.notify_all()
-            none_left = len(hanging) == len(self._began_s) or (self._threads is not None and stuck >= self._threads)
+            none_left = len(hanging) == len(self._began_s) or stuck >= self._threads
             return hanging, 0 if none_left else stuck
 
     def _left_s(self, which: int) -> float:

@@ -105,6 +105,7 @@ class Ledger:
         self._pause = threading.Event()
         self._ahead = 0  # reserved, and not given to any write
         self._settled = 0  # reserved as far as the page says, and published since
+        self._removed = 0  # published as far as the page says, and removed since
 
     def rounded(self, size: int) -> int:
         """What a file of ``size`` bytes takes."""
@@ -167,7 +168,7 @@ class Ledger:
 
     def leave(self) -> None:
         with self.book() as book:
-            self._settle(book)
+            self.settle(book)
             self._ahead = 0
             book.reserved.pop(self._token, None)
 
@@ -179,7 +180,7 @@ class Ledger:
                 self._ahead -= need
                 return 0
         with self.book() as book:
-            self._settle(book)
+            self.settle(book)
             if book.used_bytes is None:
                 return None
             room = limit_bytes - book.used_bytes + self._ahead
@@ -205,26 +206,31 @@ class Ledger:
         with self._threads:
             self._ahead += self.rounded(size)
 
-    def _settle(self, book: Book) -> None:
+    def settle(self, book: Book) -> None:
         """Bring the page up to date."""
         if self._token not in book.reserved:
             raise LedgerGone("this process is not in the ledger")
         book.reserved[self._token] = max(0, book.reserved[self._token] - self._settled)
         book.add(self._settled)
-        self._settled = 0
+        book.remove(self._removed)
+        self._settled = self._removed = 0
 
     def add(self, size: int) -> None:
         with self.book() as book:
             book.add(size)
 
-    def remove(self, size: int) -> None:
-        if size:
-            with self.book() as book:
-                book.remove(size)
+    def remove(self, size: int, unsaid_bytes: int = 0) -> None:
+        """So much is there no longer. The page hears of it when more than ``unsaid_bytes`` have gathered, or with what
+        it is told next."""
+        with self._threads:
+            self._removed += size
+            if self._removed <= unsaid_bytes:
+                return
+        self.look()
 
     def look(self) -> Book:
         with self.book() as book:
-            self._settle(book)
+            self.settle(book)
         return book
 
     @property
@@ -240,7 +246,7 @@ class Ledger:
         the range that they must be in; of a quiet directory the count itself.
         """
         with self.book() as book:
-            self._settle(book)
+            self.settle(book)
             highest = counted_bytes + book.added_bytes - before.added_bytes
             lowest = counted_bytes - (book.removed_bytes - before.removed_bytes) - sum(book.reserved.values())
             now = highest if book.published_bytes is None else book.published_bytes

@@ -82,14 +82,7 @@ class Mount:
 
     def probe(self, room_bytes: int) -> None:
         """Write, read and publish something, and take room for a file. Raises ``OSError`` where that does not work."""
-        name = f"{names.TMP}/{self.token}-1"
-        _probe(self.root, name, self.direct)
-        if room_bytes:
-            try:
-                fd = Fd(os.open(name, CREATE_FLAGS, names.FILE_MODE, dir_fd=self.root.number))
-                os.posix_fallocate(fd.number, 0, room_bytes)
-            finally:
-                _unlink(self.root, name)
+        _probe(self.root, f"{names.TMP}/{self.token}-1", self.direct, room_bytes)
 
     def in_place(self) -> bool:
         """Whether the path still leads to this directory, and our lock is still in it."""
@@ -133,6 +126,7 @@ def reap(mount: Mount) -> bool:
     """Take over the reservations of processes that are dead, and remove their temporary files. True: there were any."""
     root = mount.root
     with mount.ledger.book() as book:
+        mount.ledger.settle(book)
         locks = {token for name in _list(root, names.RUN) if (token := names.owner_of_lock(name))}
         slots = {token.hex() for token in book.reserved}
         temporaries = [(token, name) for name in _list(root, names.TMP) if (token := names.owner_of_temporary(name))]
@@ -203,14 +197,17 @@ def _join(root: Fd, token: bytes) -> tuple[Ledger, Book]:
     return ledger, ledger.join(fresh)
 
 
-def _probe(root: Fd, name: str, direct: bool) -> tuple[int, bool]:
-    """User id that our files get, and whether direct I/O works. Publishing needs hard links: tried as well."""
+def _probe(root: Fd, name: str, direct: bool, room_bytes: int = 0) -> tuple[int, bool]:
+    """User id that our files get, and whether direct I/O works. Publishing may need hard links: tried as well."""
     link = f"{name[:-1]}2"
     try:
         works = direct and direct_works(root.number, name)
         if not works:
             _unlink(root, name)
             Fd(os.open(name, CREATE_FLAGS, names.FILE_MODE, dir_fd=root.number))
+        if room_bytes:
+            fd = Fd(os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number))
+            os.posix_fallocate(fd.number, 0, room_bytes)
         try:
             os.link(name, link, src_dir_fd=root.number, dst_dir_fd=root.number, follow_symlinks=False)
         except OSError as error:

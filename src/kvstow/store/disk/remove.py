@@ -13,15 +13,14 @@ from kvstow.store.disk.scan import allocated_bytes, list_directory
 def remove_chunk(mount: Mount, namespace: bytes, digest: bytes) -> int:
     """Remove a chunk's file. Returns what that frees, for the ledger; 0 if another remover was faster.
 
-    It is renamed first, so that of several removers one counts it. Raises ``OSError``.
+    Of several removers one unlinks it, and counts it. Raises ``OSError``.
     """
-    trash, root = mount.temporary(), mount.root.number
+    path, root = names.chunk_path(namespace, digest), mount.root.number
     try:
-        os.rename(names.chunk_path(namespace, digest), trash, src_dir_fd=root, dst_dir_fd=root)
+        result = os.stat(path, dir_fd=root, follow_symlinks=False)
+        os.unlink(path, dir_fd=root)
     except FileNotFoundError:
         return 0
-    result = os.stat(trash, dir_fd=root, follow_symlinks=False)
-    os.unlink(trash, dir_fd=root)
     return allocated_bytes(result, mount.ledger)
 
 

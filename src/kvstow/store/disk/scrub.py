@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvstow.store.disk import files, names
@@ -45,17 +44,14 @@ def verify(mount: Mount, path: str, check: Check) -> Verified | None:
     """
     namespace, digest = bytes.fromhex(path[:64]), names.digest_of(path.rsplit("/", 1)[1])
     try:
-        fd = Fd(os.open(path, files.READ_FLAGS, dir_fd=mount.root.number))
+        fd = Fd(os.open(path, files.READ_FLAGS | mount.direct * os.O_DIRECT, dir_fd=mount.root.number))
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL):
             return None
         raise
     result = os.fstat(fd.number)
     if digest is None or not is_regular(result):
         return None
-    if mount.direct:
-        with suppress(OSError):
-            files.direct(fd.number)
     read_bytes = 0
 
     def read(at: int, buffer: memoryview) -> int:

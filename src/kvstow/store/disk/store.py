@@ -14,14 +14,14 @@ from kvstow.errors import KVStowError, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock, Executor
 from kvstow.store.base import MISSING, REJECTED, Buffer, Outcome
-from kvstow.store.disk.admission import SecondSight, admit_all
+from kvstow.store.disk.admission import SecondSight
 from kvstow.store.disk.check import Check
 from kvstow.store.disk.health import Health
 from kvstow.store.disk.index import Order
 from kvstow.store.disk.inside import Inside
 from kvstow.store.disk.scan import Count
 from kvstow.store.disk.scrub import Scrub
-from kvstow.store.disk.volume import Volume, VolumeLimits
+from kvstow.store.disk.volume import Admit, Volume, VolumeLimits
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,7 +76,7 @@ class DiskStore:
         check: Check | None = None,
     ) -> None:
         limits = VolumeLimits(options.size_bytes // len(paths), options.min_free_bytes)
-        admit = SecondSight() if options.admission == "second_sight" else admit_all
+        admit: Admit = SecondSight() if options.admission == "second_sight" else lambda _: True
         self._clock = clock
         self._stop = threading.Event()
         self._lock = threading.Lock()

@@ -6,14 +6,15 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from kvstow.errors import StoreUnavailable
+from kvstow.layout import ALIGN
 from kvstow.runtime import Clock
 from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Outcome
 from kvstow.store.disk import files, names
@@ -43,6 +44,32 @@ class VolumeLimits:
 
     size_bytes: int
     min_free_bytes: int = 0
+
+
+class _At:
+    """A volume's directory for one operation, whose faults become ``StoreUnavailable``. Written out: a generator's
+    context manager takes several times as long, under the GIL."""
+
+    __slots__ = ("_volume", "_what")
+
+    def __init__(self, volume: Volume, what: str) -> None:
+        self._volume = volume
+        self._what = what
+
+    def __enter__(self) -> Mount:
+        mount = self._volume._mount
+        if mount is not None:
+            return mount
+        with faults(f"{self._what} in {self._volume.path}"):
+            return self._volume.attach()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, LedgerGone):
+            self._volume._mount = None
+        elif isinstance(error, StoreUnavailable | OSError):
+            self._volume.check_in_place()
+            if isinstance(error, OSError):
+                raise StoreUnavailable(f"{self._what} in {self._volume.path}: {error}") from error
 
 
 class Volume:
@@ -98,7 +125,7 @@ class Volume:
 
     def trial(self) -> None:
         """Raises what every call would raise. After a fault it may be another directory than before."""
-        with self._at("trying") as mount:
+        with _At(self, "trying") as mount:
             mount.probe(self._lacked_bytes)
         self._lacked_bytes = 0
         self.scan_wanted = True
@@ -108,25 +135,12 @@ class Volume:
         if mount is not None:
             mount.detach()
 
-    @contextmanager
-    def _at(self, what: str) -> Iterator[Mount]:
-        """The directory for one operation, whose faults become ``StoreUnavailable``."""
-        try:
-            with faults(f"{what} in {self.path}"):
-                yield self.attach()
-        except LedgerGone:
-            self._mount = None
-            raise
-        except StoreUnavailable:
-            self.check_in_place()
-            raise
-
     # --- the contract, for one key --------------------------------------------------------------------------------
 
     def contains(self, namespace: bytes, digest: bytes) -> bool:
         if self._index.has(digest):
             return True
-        with self._at("looking") as mount:
+        with _At(self, "looking") as mount:
             return self._learn(mount, namespace, digest, mount.kind(names.chunk_path(namespace, digest)))
 
     def _learn(self, mount: Mount, namespace: bytes, digest: bytes, result: os.stat_result | None) -> bool:
@@ -139,16 +153,19 @@ class Volume:
 
     def read(self, namespace: bytes, digest: bytes, buffer: Buffer) -> Outcome:
         path = names.chunk_path(namespace, digest)
-        with self._at("reading") as mount:
-            fd = None if digest in self._bad else self._open(mount, path)
-            if fd is None:
+        with _At(self, "reading") as mount:
+            direct = mount.direct and files.aligned([buffer])
+            opened = None if digest in self._bad else self._open(mount, path, direct)
+            if opened is None:
                 self._index.drop(digest)
                 if mount.kind(path) is not None:
                     self.set_aside(namespace, digest, "kind")
                 return MISSING
-            length = os.fstat(fd.number).st_size
+            fd, length = opened
             if length > len(buffer):
                 return REJECTED
+            if direct and length % ALIGN:
+                files.buffered(fd.number)
             got = self._transfer(mount, fd, [buffer[:length]], files.read_all)
             now_s = self._clock.wall()
             if self._index.touch(digest, now_s):
@@ -156,20 +173,22 @@ class Volume:
                     os.utime(fd.number, (now_s, now_s))
             return Done(got)
 
-    def _open(self, mount: Mount, path: str) -> files.Fd | None:
-        """The chunk's file; None: there is none, or it is not a regular file that we wrote."""
+    def _open(self, mount: Mount, path: str, direct: bool) -> tuple[files.Fd, int] | None:
+        """The chunk's file and its length; None: there is none, or it is not a regular file that we wrote."""
         try:
-            fd = files.Fd(os.open(path, files.READ_FLAGS, dir_fd=mount.root.number))
+            fd = files.Fd(os.open(path, files.READ_FLAGS | direct * os.O_DIRECT, dir_fd=mount.root.number))
         except OSError as error:
+            if error.errno == errno.EINVAL and direct:  # a directory
+                return self._open(mount, path, False)
             if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
                 return None
             raise
         result = os.fstat(fd.number)
-        return fd if is_regular(result) and result.st_uid == mount.owner else None
+        return (fd, result.st_size) if is_regular(result) and result.st_uid == mount.owner else None
 
     def write(self, namespace: bytes, digest: bytes, parts: Sequence[Buffer]) -> Outcome:
         size = sum(len(part) for part in parts)
-        with self._at("writing") as mount:
+        with _At(self, "writing") as mount:
             path = names.chunk_path(namespace, digest)
             there = mount.kind(path)
             if self._learn(mount, namespace, digest, there) or not self._admit(digest):
@@ -181,7 +200,8 @@ class Volume:
             published = False
             temporary = mount.temporary()
             try:
-                fd = files.Fd(os.open(temporary, files.CREATE_FLAGS, names.FILE_MODE, dir_fd=mount.root.number))
+                flags = files.CREATE_FLAGS | (mount.direct and files.aligned(parts)) * os.O_DIRECT
+                fd = files.Fd(os.open(temporary, flags, names.FILE_MODE, dir_fd=mount.root.number))
                 self._transfer(mount, fd, parts, files.write_all)
                 published = self._publish(mount, temporary, path, namespace)
             except OSError as error:
@@ -189,8 +209,9 @@ class Volume:
                     self._lacked_bytes = size
                 raise
             finally:
-                with suppress(OSError):
-                    os.unlink(temporary, dir_fd=mount.root.number)
+                if not published:
+                    with suppress(OSError):
+                        os.unlink(temporary, dir_fd=mount.root.number)
                 (mount.ledger.publish if published else mount.ledger.release)(size)
             if not published:
                 return REJECTED
@@ -199,15 +220,16 @@ class Volume:
             return Done(size)
 
     def delete(self, namespace: bytes, digest: bytes) -> None:
-        with self._at("deleting") as mount:
+        with _At(self, "deleting") as mount:
             self._index.drop(digest)
             self._bad.pop(digest, None)
-            mount.ledger.remove(remove_chunk(mount, namespace, digest))
+            freed = remove_chunk(mount, namespace, digest)
+            mount.ledger.remove(freed, mount.ledger.ahead_bytes(self.limits.size_bytes))
 
     def set_aside(self, namespace: bytes, digest: bytes, why: str) -> None:
         """Quarantine a bad file. Where the filesystem is read-only it is remembered as bad instead."""
         self._index.drop(digest)
-        with self._at("quarantining") as mount:
+        with _At(self, "quarantining") as mount:
             try:
                 quarantine(mount, names.chunk_path(namespace, digest), digest, why, self.limits.size_bytes)
                 self._bad.pop(digest, None)
@@ -221,11 +243,8 @@ class Volume:
     def _transfer(
         self, mount: Mount, fd: files.Fd, parts: Sequence[Buffer], move: Callable[[int, Sequence[Buffer]], int]
     ) -> int:
-        """Direct where the parts are aligned. A filesystem that refuses direct I/O after all is not asked again."""
-        if not mount.direct or not files.aligned(parts):
-            return move(fd.number, parts)
+        """A filesystem that refuses direct I/O after all is not asked again."""
         try:
-            files.direct(fd.number)
             return move(fd.number, parts)
         except OSError as error:
             if error.errno != errno.EINVAL:
@@ -238,10 +257,9 @@ class Volume:
 
     def _publish(self, mount: Mount, temporary: str, path: str, namespace: bytes) -> bool:
         """Give the file its name, unless something has it. False: something has."""
-        root = mount.root.number
         for _ in range(2):
             try:
-                os.link(temporary, path, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
+                files.rename_new(mount.root.number, temporary, path)
                 return True
             except FileExistsError:
                 return False
@@ -259,11 +277,12 @@ class Volume:
         fd = files.Fd(os.open(temporary, files.CREATE_FLAGS, names.FILE_MODE, dir_fd=root))
         try:
             files.write_all(fd.number, [memoryview(msgspec.json.format(msgspec.json.encode(about), indent=2))])
-            with suppress(FileExistsError):
-                os.link(temporary, path, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
-                mount.ledger.add(mount.ledger.rounded(1))
-        finally:
+            files.rename_new(root, temporary, path)
+            mount.ledger.add(mount.ledger.rounded(1))
+        except OSError as error:
             os.unlink(temporary, dir_fd=root)
+            if not isinstance(error, FileExistsError):
+                raise
 
     # --- room -----------------------------------------------------------------------------------------------------
 
@@ -294,7 +313,7 @@ class Volume:
             if victim is None:
                 break
             freed += remove_chunk(mount, *victim)
-        mount.ledger.remove(freed)
+        mount.ledger.remove(freed, freed + mount.ledger.ahead_bytes(self.limits.size_bytes))
         return freed or shrink(mount, 0, 0)
 
     # --- background -----------------------------------------------------------------------------------------------
@@ -304,7 +323,7 @@ class Volume:
         self.scan_wanted = False
         count: Count | None = None
         try:
-            with self._at("scanning") as mount:
+            with _At(self, "scanning") as mount:
                 count = self._scan(mount, stop, pause_s)
         finally:
             self.scan_wanted = self.scan_wanted or count is None
@@ -326,11 +345,11 @@ class Volume:
         return count
 
     def reap(self) -> None:
-        with self._at("clearing up") as mount:
+        with _At(self, "clearing up") as mount:
             reap(mount)
 
     @property
     def used_bytes(self) -> int | None:
-        with self._at("looking") as mount:
+        with _At(self, "looking") as mount:
             return mount.ledger.used_bytes
 
