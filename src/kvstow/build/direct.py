@@ -29,6 +29,7 @@ logger = logging.getLogger("kvstow")
 
 MAX_RDS_CHUNKS: Final = 1 << 16  # what is kept in mind where nothing else limits it; NVMe is full long before
 MAX_FILE_CHUNKS: Final = 1 << 22  # some 100 bytes of memory each, and a second a million to find them at the start
+DEFAULT_AREAS: Final = 4
 LEAST_AREAS: Final = 2  # one is copied while the other is written
 
 __all__ = ["build_direct", "check_direct", "direct_executor", "file_media", "load_rds", "rds_media"]
@@ -96,13 +97,13 @@ def build_direct(
     chosen, direct = choose(settings, load), settings.direct
     if chosen == "file" and not_persistent is not None:
         raise UnsupportedError(f"direct.path is set, but this KV can't be kept in files: {not_persistent}")
-    default = (RDS_STAGING_BYTES if chosen == "rds" else FILE_STAGING_BYTES) * ranks
-    staging = (direct.staging_size or default) // ranks
-    if staging < LEAST_AREAS * max(extent_bytes(layout)):
+    area = max(extent_bytes(layout))
+    default = max(RDS_STAGING_BYTES if chosen == "rds" else FILE_STAGING_BYTES, DEFAULT_AREAS * area)
+    staging = default if direct.staging_size is None else direct.staging_size // ranks
+    if staging < LEAST_AREAS * area:
         raise SettingsError(
             f"direct.staging_size: {format_size(staging)} a rank hold fewer than {LEAST_AREAS} chunks of "
-            f"{format_size(max(extent_bytes(layout)))}: set it to at least "
-            f"{format_size(LEAST_AREAS * max(extent_bytes(layout)) * ranks)}"
+            f"{format_size(area)}: set it to at least {format_size(LEAST_AREAS * area * ranks)}"
         )
     geometry, paths = _geometry(settings, layout, chosen, engine)
     about = (staging, direct.threads if chosen == "file" else 1, direct.failure_policy)
