@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,10 +17,11 @@ import pytest
 from kvstow.cli import main
 from kvstow.cli.doctor import command, disk
 from kvstow.cli.doctor.disk import Measured, check_path
-from kvstow.cli.doctor.remote import check_redis
+from kvstow.cli.doctor.remote import check_mooncake, check_objects, check_redis
 from kvstow.cli.doctor.result import Result, Status, failed, ok
 from kvstow.runtime import SystemClock
 from kvstow.settings import sources
+from kvstow.store.objects import ObjectsOptions, parse_url
 from kvstow.store.redis import RedisOptions, parse_address
 from kvstow.testing.redis_server import RedisServer, free_port, program
 from kvstow.testing.store_suite import make_key
@@ -167,6 +170,42 @@ def test_a_redis_that_refuses_and_one_that_is_not_there(server: RedisServer) -> 
         assert "hidden" not in found.found
 
 
+# --- other tiers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_that_answers_and_one_that_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    url = f"file://{tmp_path}/bucket"
+    (tmp_path / "bucket").mkdir()
+    found = by_check(check_objects(url, ObjectsOptions(parse_url(url)), SystemClock()))["objects"]
+    assert found.status is Status.OK
+    assert found.found.startswith(f"{url}, answers in ")
+    options = ObjectsOptions(
+        parse_url("s3://bucket"), endpoint=f"http://127.0.0.1:{free_port()}", anonymous=True, retries=0, timeout_s=1.0
+    )
+    found = by_check(check_objects("s3://bucket", options, SystemClock()))["objects"]
+    assert found.status is Status.FAILED
+    assert found.fix
+
+
+def test_a_mooncake_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        master = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert [result.status for result in check_mooncake(master)] == [Status.OK]
+    assert [result.status for result in check_mooncake(f"127.0.0.1:{free_port()}")] == [Status.FAILED]
+    assert [result.status for result in check_mooncake("nonsense")] == [Status.FAILED]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert "isn't installed" in next(check_mooncake("nonsense")).found
+
+
+def test_a_file_or_device_of_direct_storage(tmp_path: Path) -> None:
+    (tmp_path / "device").write_text("")
+    assert look(tmp_path / "device")["disk path"].status is Status.OK
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -238,8 +277,35 @@ def test_a_password_is_never_shown(kvstow: Kvstow) -> None:
         assert code == 1
         assert "s3cret" not in out + err
     code, out, _ = kvstow("doctor", "--json", env={"KVSTOW_REDIS_URL": "redis://:s3cret@h/x"})
-    assert rows(out)["redis"]["status"] == "failed"
+    assert (code, rows(out)["settings"]["status"], rows(out)["redis"]["status"]) == (1, "failed", "could not check")
     assert "s3cret" not in out
+
+
+@pytest.mark.usefixtures("fits")
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"KVSTOW_DIRECT_PATH": "/x"}, "direct.path is set and direct.engine isn't"),
+        ({"KVSTOW_INTEGRITY_KEY_FILE": "/nowhere"}, "integrity_key_file /nowhere can't be read"),
+        ({"KVSTOW_DISK_PATHS": "/x"}, "disk.paths is set and disk.size is not"),
+    ],
+)
+def test_settings_that_vllm_would_not_start_with(
+    kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], said: str
+) -> None:
+    monkeypatch.setattr(command.disk, "check_path", lambda *_: [])
+    code, out, _ = kvstow("doctor", "--json", env=env)
+    assert code == 1
+    assert said in rows(out)["settings"]["found"]
+
+
+@pytest.mark.usefixtures("fits", "small_sample")
+def test_direct_storage_needs_no_pool_and_its_disk_is_looked_at(kvstow: Kvstow, tmp_path: Path) -> None:
+    env = {"KVSTOW_DIRECT_ENGINE": "file", "KVSTOW_DIRECT_PATH": str(tmp_path), "KVSTOW_DIRECT_SIZE": "1GB"}
+    code, out, _ = kvstow("doctor", "--json", env=env)
+    assert code == 0
+    assert "no pool" in rows(out)["memory"]["found"]
+    assert rows(out)["disk path"]["found"] == f"{tmp_path}: writable"
 
 
 @pytest.mark.usefixtures("fits")

@@ -23,6 +23,7 @@ DISK_S: Final = 20.0
 REMOTE_S: Final = 20.0
 RDS_S: Final = 2 * rbln.COMMAND_S + 5.0
 SETTINGS: Final = "settings"
+MEND: Final = "see `kvstow config`"
 PIPED_COLUMNS: Final = 160
 COLOURS: Final = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "red", Status.UNKNOWN: "magenta"}
 
@@ -54,18 +55,32 @@ def doctor(
 
 def _settings(file: str | None) -> tuple[Settings | None, list[Result]]:
     """The settings; None where they are wrong, and the result says why."""
-    fix = "see `kvstow config`"
     try:
         effective = load(file=file)
     except SettingsError as error:
-        return None, [failed(SETTINGS, str(error), fix)]
+        return None, [failed(SETTINGS, str(error), MEND)]
     given = [row for row in effective.describe() if row.source != "default"]
     shown = ", ".join(f"{row.key}={row.shown}" for row in given) or "all are defaults"
-    try:
-        check_disk(effective.settings, 0)
-    except SettingsError as error:
-        return effective.settings, [failed(SETTINGS, str(error), fix)]
-    return effective.settings, [ok(SETTINGS, shown)]
+    wrong = [failed(SETTINGS, str(error), MEND) for error in _conflicts(effective.settings)]
+    return effective.settings, wrong or [ok(SETTINGS, shown)]
+
+
+def _conflicts(settings: Settings) -> Iterator[SettingsError]:
+    """What vLLM's start would refuse, as far as that needs no engine."""
+    from kvstow import build
+
+    checks = (
+        lambda: check_disk(settings, 0),
+        lambda: build.check_direct(settings),
+        lambda: build.integrity_key(settings),
+        lambda: settings.redis.url and build.redis_options(settings),
+        lambda: settings.objects.url and build.objects_options(settings),
+    )
+    for check in checks:
+        try:
+            check()
+        except SettingsError as error:
+            yield error
 
 
 def _plan(settings: Settings | None) -> Iterator[Planned]:
@@ -76,8 +91,9 @@ def _plan(settings: Settings | None) -> Iterator[Planned]:
         yield "the rest", QUICK_S, lambda: [unknown("the rest", "could not check without settings", "mend them first")]
     else:
         yield from _host(settings, on_rbln)
-        yield from _tiers(settings)
-    wanted = settings is not None and _direct_engine(settings) == "rds"
+        yield from _disks(settings)
+        yield from _remote(settings)
+    wanted = settings is not None and settings.direct.engine == "rds"
     if on_rbln or wanted:
         yield "RDS", RDS_S, partial(rbln.check_rds, wanted=wanted)
 
@@ -85,40 +101,42 @@ def _plan(settings: Settings | None) -> Iterator[Planned]:
 def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
     from kvstow.build import asked_for
 
-    pool_dir, size = settings.memory.pool_dir, settings.memory.size
-    registers = [name for name, on in (("mooncake", "mooncake" in asked_for(settings)), ("RDS", on_rbln)) if on]
+    pool_dir, size, tiers = settings.memory.pool_dir, settings.memory.size, list(asked_for(settings))
+    locks = {"Mooncake": settings.mooncake.protocol == "rdma" and "mooncake" in tiers, "RDS": on_rbln}
+    registers = [name for name, on in locks.items() if on]
     seed = variable(host.SEED)
-    yield host.SEED, QUICK_S, partial(host.check_hash_seed, seed, list(asked_for(settings)), rbln=on_rbln)
-    yield "memory", QUICK_S, lambda: host.check_memory(settings, host_facts(pool_dir))
+    yield host.SEED, QUICK_S, partial(host.check_hash_seed, seed, tiers, rbln=on_rbln)
+    if settings.direct.engine is not None:
+        yield "memory", QUICK_S, lambda: [ok("memory", "no pool: direct storage takes its place")]
+    else:
+        yield "memory", QUICK_S, lambda: host.check_memory(settings, host_facts(pool_dir))
+        yield host.SHM, QUICK_S, lambda: host.check_shm(pool_dir, host.shm_bytes())
+        yield "huge pages", QUICK_S, lambda: host.check_huge_pages(pool_dir, size)
     yield "pools", QUICK_S, lambda: host.check_pools(host_facts().holders, host.is_orphan)
-    yield host.SHM, QUICK_S, lambda: host.check_shm(pool_dir, host.shm_bytes())
     yield "locked memory", QUICK_S, lambda: host.check_memlock(host.memlock_bytes(), size, registers)
     yield "NUMA", QUICK_S, lambda: host.check_numa(host.numa_nodes())
-    yield "huge pages", QUICK_S, lambda: host.check_huge_pages(pool_dir, size)
 
 
-def _tiers(settings: Settings) -> Iterator[Planned]:
-    clock, disks = SystemClock(), settings.disk.paths or ()
-    for path in disks:
-        part = (settings.disk.size or 0) // len(disks)
-        yield f"disk {path}", DISK_S, partial(disk.check_path, path, part, settings.disk.min_free, clock)
+def _disks(settings: Settings) -> Iterator[Planned]:
+    direct = settings.direct
+    used = [(settings.disk.paths, settings.disk.size, settings.disk.min_free)]
+    used += [(direct.path, direct.size, 0)] if direct.engine in ("auto", "file") else []
+    for paths, size, min_free in used:
+        for path in paths or ():
+            part = (size or 0) // len(paths or ())
+            yield f"disk {path}", DISK_S, partial(disk.check_path, path, part, min_free, SystemClock())
+
+
+def _remote(settings: Settings) -> Iterator[Planned]:
+    from kvstow import build
+
+    clock, objects = SystemClock(), settings.objects.url
     if settings.redis.url is not None:
-        yield "redis", REMOTE_S, partial(_redis, settings)
-
-
-def _redis(settings: Settings) -> list[Result]:
-    from kvstow.build import redis_options
-
-    try:
-        options = redis_options(settings)
-    except SettingsError as error:
-        return [failed("redis", str(error), "see `kvstow config`")]
-    return list(remote.check_redis(options, SystemClock()))
-
-
-def _direct_engine(settings: Settings) -> str | None:
-    engine = getattr(getattr(settings, "direct", None), "engine", None)
-    return None if engine is None else str(engine)
+        yield "redis", REMOTE_S, lambda: remote.check_redis(build.redis_options(settings), clock)
+    if objects is not None:
+        yield "objects", REMOTE_S, lambda: remote.check_objects(objects, build.objects_options(settings), clock)
+    if settings.mooncake.master is not None:
+        yield "mooncake", REMOTE_S, partial(remote.check_mooncake, settings.mooncake.master)
 
 
 def _show(results: Sequence[Result]) -> None:

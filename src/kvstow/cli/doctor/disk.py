@@ -41,6 +41,9 @@ class Measured(NamedTuple):
 def check_path(path: str, size_bytes: int, min_free_bytes: int, clock: Clock) -> Iterator[Result]:
     """``size_bytes``: this path's part of ``disk.size``. Leaves nothing behind, and makes no directory."""
     folder = _existing(path)
+    if folder == path and not os.path.isdir(path) and os.access(path, os.R_OK | os.W_OK):  # direct storage's
+        yield ok("disk path", f"{path}: a file or device, readable and writable")
+        return
     if not os.path.isdir(folder):
         yield failed("disk path", f"{path}: {folder} is no directory", "set disk.paths to a directory")
         return

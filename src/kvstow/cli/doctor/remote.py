@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kvstow.cli.doctor.result import Result, failed, ok, unknown, warning
+from kvstow.cli.doctor.result import MAX_FOUND, Result, failed, ok, unknown, warning
 from kvstow.errors import StoreError
 from kvstow.runtime import Clock
 from kvstow.settings import format_size
 
 if TYPE_CHECKING:
+    from kvstow.store.objects import ObjectsOptions
     from kvstow.store.redis import RedisOptions
     from kvstow.store.redis.about import About
+
+CONNECT_S: Final = 5.0
+REACH: Final = "see that it runs, and that this host may connect"
 
 
 def check_redis(options: RedisOptions, clock: Clock) -> Iterator[Result]:
@@ -49,3 +55,39 @@ def _memory(server: About, *, expires: bool) -> Iterator[Result]:
     else:
         found = f"{shown}: when it is full new chunks are refused"
         yield warning("redis memory", found, "set the server's maxmemory-policy to allkeys-lru")
+
+
+def check_objects(url: str, options: ObjectsOptions, clock: Clock) -> Iterator[Result]:
+    """One small read of the bucket, with the credentials that the tier would find."""
+    try:
+        from kvstow.store.objects.store import ObjectsStore
+    except ModuleNotFoundError:
+        yield failed("objects", "objects.url is set, and obstore isn't installed", "pip install 'kvstow[objects]'")
+        return
+    told: list[str] = []
+    began = clock.monotonic()
+    try:
+        store = ObjectsStore(options, clock, say=told.append)
+        store.ping()
+        store.close()
+    except (StoreError, OSError) as error:
+        yield failed("objects", f"{url}: {error}"[:MAX_FOUND], "see the bucket's name, the credentials, the endpoint")
+        return
+    yield ok("objects", f"{url}, answers in {(clock.monotonic() - began) * 1e3:.0f} ms, connecting included")
+    for what in told:
+        yield warning("objects", what, "see how-to/objects")
+
+
+def check_mooncake(master: str) -> Iterator[Result]:
+    """Whether the client is installed, and the master's port is open. The client itself is not started: it would lend
+    memory, and a library that it lacks may end the process."""
+    if importlib.util.find_spec("mooncake") is None:
+        found = "mooncake.master is set, and its client isn't installed"
+        yield failed("mooncake", found, "pip install 'kvstow[mooncake]'")
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        yield failed("mooncake", f"{master}: {error}", REACH)
+    else:
+        yield ok("mooncake", f"{master} accepts connections")
