@@ -13,6 +13,7 @@ import pytest
 
 from kvstow import build
 from kvstow.engine import Lookup
+from kvstow.errors import StoreUnavailable
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import parse
@@ -119,6 +120,37 @@ def test_k1_a_connection_that_was_closed_while_idle_costs_nothing(server: RedisS
     server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     assert node.get(2) == 1
     assert node.counter("failed_chunks") == 0
+
+
+def test_k1_an_idle_connection_that_was_closed_is_not_used(server: RedisServer) -> None:
+    """Without a retry."""
+    store = open_store(server.url, prefix=PREFIX)
+    write_one(store, make_key(0), b"x")
+    server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    assert read_one(store, make_key(0), 1)[1] == b"x"
+    store.close()
+
+
+def test_k3_after_a_fault_no_connection_of_before_is_used(server: RedisServer) -> None:
+    """The server may no longer be the master, and answer all the same."""
+    def connections() -> int:
+        return int(server.ask("INFO", "stats")["total_connections_received"])
+
+    store = open_store(server.url, prefix=PREFIX)
+    write_one(store, make_key(0), b"x")
+    before = connections()
+    assert store.contains([make_key(0)]) == [True]
+    assert connections() == before, "one connection serves one call after the other"
+    server.ask("CONFIG", "SET", "min-replicas-to-write", "1")
+    with pytest.raises(StoreUnavailable, match=r"NOREPLICAS|Not enough"):
+        write_one(store, make_key(1), b"x")
+    server.ask("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(StoreUnavailable, match=r"(?i)read.?only"):
+        write_one(store, make_key(1), b"x")
+    before = connections()
+    assert store.contains([make_key(0)]) == [True]
+    assert connections() == before + 1
+    store.close()
 
 
 def test_k1_a_server_that_restarts_empty_is_filled_again(server: RedisServer, node: Node, other: Node) -> None:
