@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from xxhash import xxh3_128_digest
@@ -30,7 +31,10 @@ class FileMedia:
 
     def __init__(self, fd: int, shard: int, areas: int, area_bytes: int, *, io: tuple[Io, Io] = IO) -> None:
         self.areas = areas
-        self.memory = memoryview(mmap.mmap(-1, areas * area_bytes))
+        mapped = mmap.mmap(-1, areas * area_bytes)
+        with suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)  # the kernel pins the pages of each transfer one by one
+        self.memory = memoryview(mapped)
         self._fd = fd
         self._shard = shard
         self._area_bytes = area_bytes
