@@ -31,6 +31,7 @@ RATES: Final = {"high": 0.35, "middle": 0.5, "low": 0.7}  # a step, in σ
 SINK: Final = (0.15, 0.1)  # energy of K, of V (or MLA's latent), over the median token's: less is a sink
 OUTLIER: Final = 6.0  # residual energy over the median: more is kept
 MEAN_PARTS: Final = 8
+_AT_ONCE: Final = 3  # segments: fewer, longer steps of numpy
 _LARGEST: Final = 127.0  # symbol
 _LARGEST_MEAN: Final = 32767.0  # in parts of a step
 
@@ -65,15 +66,18 @@ class CacheGen:
         require_lengths(payload, shape, out, self.max_encoded_bytes(shape))
         words = np.frombuffer(payload, shape.word).reshape(shape.layers, -1)
         writer, packer = Writer(out, self.kind, shape, _streams(shape)), Packer()
-        values = np.empty(segment_numbers(shape), np.float32)
-        room = np.empty(segment_numbers(shape), np.int8)
+        values = np.empty(_AT_ONCE * segment_numbers(shape), np.float32)
+        room = np.empty(_AT_ONCE * segment_numbers(shape), np.int8)
         sides: list[_Side] = []
-        for segment in segments(shape):
-            mine = words[segment.start : segment.stop].reshape(-1)
+        runs = list(segments(shape))
+        for group in (runs[at : at + _AT_ONCE] for at in range(0, len(runs), _AT_ONCE)):
+            mine = words[group[0].start : group[-1].stop].reshape(-1)
+            symbols, ends = room[: len(mine)], [(one.stop - group[0].start) * shape.layer_numbers for one in group]
             with np.errstate(all="ignore"):  # what is not finite, or too large to square, is kept
                 widen(mine, shape.dtype, values[: len(mine)])
-                sides.append(self._quantise(values[: len(mine)], shape, room[: len(mine)]))
-            writer.add_packed(packer, room[: len(mine)].view(np.uint8))
+                sides.append(self._quantise(values[: len(mine)], shape, symbols))
+            for part in np.split(symbols.view(np.uint8), ends[:-1]):
+                writer.add_packed(packer, part)
         steps, means, kept = (np.concatenate(parts) for parts in zip(*sides, strict=True))
         writer.add(steps.astype("<f4"))
         by_byte = means.astype("<i2").reshape(-1).view(np.uint8)
@@ -111,7 +115,8 @@ class CacheGen:
         good = steps.all(axis=1) & np.isfinite(per_layer).all(axis=1) & (np.abs(means).max(axis=1) <= _LARGEST_MEAN)
         if not good.all():  # numbers with no scale of their own: all alike, or far too large or small
             by_axis[~good], steps[~good], means[~good], kept[~good] = 0.0, 0.0, 0.0, True
-        if values.max() > _LARGEST or values.min() < -_LARGEST:
+        highest = energies.max(axis=(2, 3)) > np.square(_LARGEST * steps)  # else no number of any token can be larger
+        if highest.any() and (values.max() > _LARGEST or values.min() < -_LARGEST):
             kept |= (np.abs(tokens) > _LARGEST).any(axis=tuple(range(3, tokens.ndim)))
             tokens[kept] = 0.0
         np.copyto(symbols, values, casting="unsafe")
