@@ -153,15 +153,16 @@ class Costs:
         load, compute = self.load_s(tier, size), self.compute_s(gained)
         return load is None or compute is None or load + self.probes[tier].seconds <= WIN * compute
 
-    def plan(self, ready_s: Sequence[float | None], *, going_on: bool = False) -> int:
+    def plan(self, ready_s: Sequence[float | None], *, had: int = 0, going_on: bool = False) -> int:
         """How many chunks to wait for, of a run whose chunk ``i`` is expected in ``ready_s[i]`` seconds (None: nobody
-        knows, 0: it is here): the number that saves most, 0 when none does.
+        knows, 0: it is here): the number that saves most, 0 when none does. ``had``: chunks that have come already.
 
         What is loaded while the engine computes its backlog costs nothing. Without an estimate of computing all are
         worth a first wait, and ``going_on`` with it only as far as a fast engine would not have computed them.
         """
         if self.min_tokens is not None:
-            return len(ready_s) if len(ready_s) * self.chunk_tokens >= self.min_tokens else 0
+            enough = going_on or (had + len(ready_s)) * self.chunk_tokens >= self.min_tokens
+            return len(ready_s) if enough else 0
         prefill_s = self.prefill_s
         if prefill_s is None:
             if not going_on:

@@ -137,6 +137,8 @@ def test_min_tokens_replaces_what_is_learned() -> None:
     assert costs.worth(0, 10**12, 3)
     assert costs.plan([0.0, 0.0]) == 0
     assert costs.plan([1e9] * 3) == 3
+    assert costs.plan([1e9], had=2) == 1
+    assert costs.plan([1e9], going_on=True) == 1
     assert known(min_tokens=0).plan([1e9]) == 1
     assert known(min_tokens=0).worth(0, 10**12, 1)
 

@@ -302,3 +302,17 @@ def test_queues_are_empty_when_nothing_is_under_way() -> None:
     queue = rig.engine._fetches._judge._queues[0]
     assert (queue.promised, queue.reading, queue.reads) == (0, 0, {})
     rig.assert_idle()
+
+
+def test_a_fixed_least_number_counts_what_has_come_already() -> None:
+    rig = Rig(slots=40, tiers=2, limits=ONE_A_READ, max_fetch_share=1.0, fetch_min_tokens=4 * TOKENS)
+    rig.put_below(0, 1, 2, 3, tier=0)
+    rig.put_below(4, tier=1)
+    assert pending(rig, "r", *range(5))
+    rig.run(only=[rig.executors[0]])
+    rig.run(only=[rig.executors[0]])
+    assert rig.found(*range(5)) == 4
+    rig.settle()
+    assert rig.fetch("r", *range(5)) == hit(5)
+    assert rig.fetch("s", 10, 11, 12).state is Found.MISS
+    assert not rig.engine._fetches._flights

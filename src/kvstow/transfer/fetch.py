@@ -245,7 +245,7 @@ class Fetches:
         first = first or next(iter(run.flights), None)
         if first is None:
             return
-        chunks = self._judge.plan(wait.owner, first, run.ready_s)
+        chunks = self._judge.plan(wait, first, run.ready_s)
         wait.end = wait.cursor + chunks
         if chunks:
             wanted = set(wait.keys[wait.cursor : wait.end])

@@ -123,9 +123,9 @@ class Judge:
         self._pass_over(tier, "short")
         return False
 
-    def plan(self, owner: str, first: Flight, ready_s: Sequence[float | None]) -> int:
+    def plan(self, wait: Wait, first: Flight, ready_s: Sequence[float | None]) -> int:
         """How many chunks of a run to wait for; ``first``: of what it is to be decided on. Counted and logged."""
-        tier, chunks = first.tier, self._costs.plan(ready_s)
+        tier, chunks = first.tier, self._costs.plan(ready_s, had=sum(wait.origins.values()))
         name = self._tiers[tier].name
         if chunks == 0:
             self._pass_over(tier, "recompute")
@@ -137,7 +137,7 @@ class Judge:
             queue = self._queues[tier]
             pays = self._costs.pays_from(tier, self._sizes[first.key.group], queue.reading + queue.promised)
             had = f"had {len(ready_s)} chunks, loading pays from {'no number' if pays is None else pays}"
-            logger.debug("Request %s: tier %s %s; %d are loaded", owner, name, had, chunks)
+            logger.debug("Request %s: tier %s %s; %d are loaded", wait.owner, name, had, chunks)
         return chunks
 
     def still(self, ready_s: Sequence[float | None]) -> int:
