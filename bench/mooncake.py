@@ -1,0 +1,81 @@
+"""The Mooncake tier against its client alone, moving the same bytes with the same store; medians.
+
+Master and lending process are on loopback, bytes go over TCP. The client alone is its ``get_into`` and ``put_from`` on
+registered slots. The tier also asks whether a chunk is there before it writes one, keeps deletes and reads of a key
+apart, and, reading, verifies the frame's checksum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from bench.over_client import ROUND_BYTES, Client, Tier, compare, table
+from kvstow.runtime import SystemClock
+from kvstow.testing.mooncake_server import MooncakeServer, missing, quiet
+
+OUT: Final = Path(__file__).resolve().parent.parent / "out"
+ROUNDS: Final = 7
+
+
+class Alone(Client):
+    """Mooncake's client. The slots are registered: the tier has seen them."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def put(self, chunk: int, slot: memoryview) -> None:
+        assert self._client.put_from(f"raw/{chunk}", _address(slot), len(slot)) == 0
+
+    def get(self, chunk: int, slot: memoryview) -> None:
+        assert self._client.get_into(f"raw/{chunk}", _address(slot), len(slot)) == len(slot)
+
+    def delete(self, chunk: int) -> None:
+        self._client.remove(f"raw/{chunk}", True)
+
+
+def _address(slot: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(slot))
+
+
+def run(rounds: int = ROUNDS) -> dict[str, Any]:
+    """``{"mooncake": {"get_over_client": ..., "put_over_client": ..., "mib_4": {...}}}``: the least, and each size."""
+    if (why := missing()) is not None:
+        return {"mooncake": {"skipped": why}}
+    quiet()
+    from kvstow.store.mooncake.connect import connect, replicas
+    from kvstow.store.mooncake.options import MooncakeOptions
+    from kvstow.store.mooncake.store import MooncakeStore
+
+    with tempfile.TemporaryDirectory() as folder:
+        server = MooncakeServer(Path(folder), 4 * ROUND_BYTES).start()
+        try:
+            options = MooncakeOptions(server.master)
+            client, config = connect(options), replicas(1)
+            store = MooncakeStore(options, SystemClock(), lambda: (client, config))
+            found = compare(Alone(client), Tier(store), rounds)
+            store.close()
+        finally:
+            server.kill()
+    return {"mooncake": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--out", type=Path, default=OUT / "bench_mooncake.json")
+    arguments = parser.parse_args()
+    result = run(arguments.rounds)
+    Console().print(table(result["mooncake"], "Mooncake on loopback, TCP"))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The object store tier against its client alone, moving the same bytes with the same store; medians.
+
+The store is a fast fake one on loopback, in its own process (``kvstow.testing.object_server``): a real one would be
+slower, and hide what the tier costs. The client alone is obstore's ``get`` and ``put`` of whole frames, its bytes left
+where it put them. The tier also takes lengths before bytes, puts the bytes into a slot, splits what is larger than
+``part_size``, and, reading, verifies the frame's checksum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from bench.over_client import Client, Tier, compare, table
+from kvstow.runtime import SystemClock
+
+OUT: Final = Path(__file__).resolve().parent.parent / "out"
+ROUNDS: Final = 7
+BUCKET: Final = "bench"
+CREDENTIALS: Final = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
+
+
+class Alone(Client):
+    """obstore."""
+
+    def __init__(self, store: Any) -> None:
+        import obstore
+
+        self._obstore, self._client = obstore, store._client
+
+    def put(self, chunk: int, slot: memoryview) -> None:
+        self._obstore.put(self._client, f"raw/{chunk}", slot, use_multipart=False)
+
+    def get(self, chunk: int, slot: memoryview) -> None:
+        assert len(self._obstore.get(self._client, f"raw/{chunk}").bytes()) == len(slot)
+
+    def delete(self, chunk: int) -> None:
+        self._obstore.delete(self._client, f"raw/{chunk}")
+
+
+def run(rounds: int = ROUNDS) -> dict[str, Any]:
+    """``{"objects": {"get_over_client": ..., "put_over_client": ..., "mib_4": {...}}}``: the least, and each size."""
+    try:
+        from kvstow.store.objects.options import ObjectsOptions, parse_url
+        from kvstow.store.objects.store import ObjectsStore
+    except ModuleNotFoundError:
+        return {"objects": {"skipped": "obstore isn't installed: pip install 'kvstow[objects]'"}}
+    os.environ.update(CREDENTIALS)
+    command = [sys.executable, "-m", "kvstow.testing.object_server"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
+        store = ObjectsStore(ObjectsOptions(parse_url(f"s3://{BUCKET}/tier"), endpoint=url), SystemClock())
+        try:
+            found = compare(Alone(store), Tier(store), rounds)
+        finally:
+            store.close()
+            server.kill()
+    return {"objects": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--out", type=Path, default=OUT / "bench_objects.json")
+    arguments = parser.parse_args()
+    result = run(arguments.rounds)
+    Console().print(table(result["objects"], "An object store on loopback"))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
