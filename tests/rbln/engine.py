@@ -6,6 +6,7 @@ CASE is JSON, and the environment has the emulator (``tests/rbln/boot``). The te
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
 import logging
 import os
@@ -63,6 +64,51 @@ def watch_transfers() -> dict[str, int]:
     return seen
 
 
+class PageOracle:
+    """Digests of pages when a store and when a load has ended: a place gives back what it was given."""
+
+    def __init__(self) -> None:
+        self.stored = self.loaded = 0
+        self.wrong: list[str] = []
+        self._at: dict[tuple[int, int], bytes] = {}
+        self._caches: list[Any] = []
+
+    def watch(self) -> None:
+        """Before the engine is made."""
+        from kvstow.vllm.worker import WorkerSide
+
+        register, end = WorkerSide.register_kv_caches, WorkerSide._end
+
+        def registered(side: WorkerSide, kv_caches: Any) -> None:
+            self._caches = list(kv_caches.values())
+            register(side, kv_caches)
+
+        def ended(side: WorkerSide, finished: Any) -> None:
+            opened = side._open.get(finished.ticket)
+            if opened is not None:
+                for index, copy in enumerate(opened.job.copies):
+                    if index not in finished.failed:
+                        self._check(opened.load, copy)
+            end(side, finished)
+
+        WorkerSide.register_kv_caches = registered  # type: ignore[method-assign]
+        WorkerSide._end = ended  # type: ignore[method-assign]
+
+    def _check(self, load: bool, copy: Any) -> None:
+        import torch
+
+        for offset, block in enumerate(copy.block_ids, start=copy.first_block):
+            pages = [cache[block].cpu().view(torch.int16).numpy().tobytes() for cache in self._caches]
+            where, digest = (copy.place.spans[0].offset, offset), hashlib.sha256(b"".join(pages)).digest()
+            if not load:
+                self._at[where] = digest
+                self.stored += 1
+                continue
+            self.loaded += 1
+            if self._at.get(where) != digest:
+                self.wrong.append(f"place {where}, block {block}")
+
+
 class Lines(logging.Handler):
     """kvstow's log."""
 
@@ -80,9 +126,9 @@ def make_engine(case: dict[str, Any]) -> Any:
     return LLM(
         str(case["model"]), model_impl="vllm", dtype="bfloat16", seed=0, max_model_len=case["max_model_len"],
         block_size=case["block_size"], max_num_batched_tokens=128, max_num_seqs=4, enforce_eager=case["eager"],
-        num_gpu_blocks_override=case["blocks"], enable_prefix_caching=case.get("prefix_caching", False),
-        kv_transfer_config=case["kv_transfer_config"],
-        additional_config={"use_custom_sampler": False} | case.get("additional_config", {}),
+        num_gpu_blocks_override=case["blocks"], gpu_memory_utilization=case["memory"],
+        enable_prefix_caching=case["prefix_caching"], kv_transfer_config=case["kv_transfer_config"],
+        additional_config={"use_custom_sampler": False} | case["additional_config"],
     )  # fmt: skip
 
 
@@ -103,7 +149,8 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
     ours = logging.getLogger("kvstow")
     ours.addHandler(log)
     ours.setLevel(logging.INFO)
-    calls, seen = watch_hooks(), watch_transfers()
+    calls, seen, oracle = watch_hooks(), watch_transfers(), PageOracle()
+    oracle.watch()
     llm = make_engine(case)
     answers = []
     for prompt in case["prompts"]:
@@ -111,7 +158,8 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
         [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         answers.append({"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0})
         drain(llm)
-    return {"answers": answers, "hooks": calls, "transfers": seen, "log": log.lines}
+    pages = {"stored": oracle.stored, "loaded": oracle.loaded, "wrong": oracle.wrong}
+    return {"answers": answers, "hooks": calls, "transfers": seen, "pages": pages, "log": log.lines}
 
 
 if __name__ == "__main__":

@@ -137,6 +137,15 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(1, 3), slice(1024, None)])
+def test_zeroing_a_whole_area_or_a_part(part: slice) -> None:
+    there = torch.full((5000,), 3.0, device="rbln")
+    there[part].zero_()
+    expected = torch.full((5000,), 3.0)
+    expected[part] = 0
+    assert torch.equal(there.cpu(), expected)
+
+
 def test_two_devices() -> None:
     emulator.configure(devices=2)
     host = torch.randn(5)

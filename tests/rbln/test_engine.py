@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from demo.model import tiny_llama
+from demo.server import Server
 from tests.rbln.blocks import Launch, alias_command, launches
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,10 +29,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 30)]
 
 
 class Case(NamedTuple):
+    """``sized``: vllm-rbln sizes KV after the compile, and registers it then."""
+
     block: int = 1024
     eager: bool = True
     launch: int = MEMORY
     prefix_caching: bool = False
+    sized: bool = False
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -60,11 +64,10 @@ def described(launch: Launch, case: Case, prompts: list[list[int]], connector: d
     """What ``tests.rbln.engine`` is to run."""
     assert launch.arguments["--model-impl"] == "vllm"
     return {
-        "model": str(tiny_llama()), "block_size": case.block, "eager": case.eager, "blocks": 5120 // case.block,
-        "max_model_len": 2048, "prefix_caching": case.prefix_caching, "prompts": prompts,
-        "kv_transfer_config": connector,
-        # KV is sized after the compile by a part of the vendor's compiler, which is not emulated.
-        "additional_config": {} if case.eager else {"use_dynamic_kv_cache": False},
+        "model": str(tiny_llama()), "block_size": case.block, "eager": case.eager, "max_model_len": 2048,
+        "blocks": None if case.sized else 5120 // case.block, "memory": 0.55 if case.sized else 0.9,
+        "prefix_caching": case.prefix_caching, "prompts": prompts, "kv_transfer_config": connector,
+        "additional_config": {} if case.sized else {"use_dynamic_kv_cache": False},
     }  # fmt: skip
 
 
@@ -118,6 +121,8 @@ def test_second_request_is_restored_to_the_same_text_by_plain_copies(case: Case,
     assert (first["cached"], second["cached"]) == (0, case.block)
     assert first["tokens"] == second["tokens"]
 
+    assert seen["pages"] == {"stored": 1, "loaded": 1, "wrong": []}
+
     counted = seen["transfers"]
     kinds = ("d2h", "h2d") if case.launch == MEMORY else ("d2d", "d2d")
     assert all(counted[f"{kind}.bytes"] > 0 and counted[f"{kind}.async"] > 0 for kind in kinds)
@@ -163,6 +168,38 @@ def test_prefix_caching_by_sub_blocks_and_the_vendors_own_json(folder: Path, tmp
     assert [answer["tokens"] for answer in seen["answers"]] == [answer["tokens"] for answer in bare["answers"]]
     assert [answer["cached"] for answer in seen["answers"]] == [answer["cached"] for answer in bare["answers"]]
     assert "kvstow is ready" in "\n".join(seen["log"])
+
+
+def test_kv_that_is_sized_after_the_compile(folder: Path) -> None:
+    """vllm-rbln compiles with a few blocks, then sizes KV and registers it, with more than the connector was told."""
+    seen = run(Case(block=1024, eager=False, sized=True), folder)
+    first, second = seen["answers"]
+    assert (first["cached"], second["cached"]) == (0, 1024)
+    assert first["tokens"] == second["tokens"]
+    assert seen["hooks"]["register_kv_caches"] == seen["hooks"]["finalize_kv_cache_registration"] == 1
+    assert seen["pages"] == {"stored": 1, "loaded": 1, "wrong": []}
+
+
+def test_a_server_is_verified_by_one_command(folder: Path) -> None:
+    """As served: the engine in a process of its own, without prefix caching, as the page says to check."""
+    case = Case(block=128)
+    launch = launches()[MEMORY]
+    arguments = [
+        *("--model-impl", launch.arguments["--model-impl"], "--dtype", "bfloat16", "--enforce-eager"),
+        *("--block-size", "128", "--max-model-len", "2048", "--num-gpu-blocks-override", "40"),
+        *("--max-num-seqs", launch.arguments["--max-num-seqs"]),
+        *("--max-num-batched-tokens", launch.arguments["--max-num-batched-tokens"]),
+        *("--additional-config", json.dumps({"use_custom_sampler": False, "use_dynamic_kv_cache": False})),
+    ]
+    server = Server(
+        tiny_llama(), log=folder / "server.log", connector=launch.kv_transfer_config, arguments=arguments,
+        environment=environment(launch, case, folder),
+    )  # fmt: skip
+    command = [sys.executable, "-c", "from kvstow.cli import main; main()", "verify-offload", "--url", server.url]
+    with server:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr + server.log.read_text()[-3000:]
+    assert "Retrieved" in server.log.read_text()
 
 
 def test_the_page_has_a_block_a_tier() -> None:

@@ -8,7 +8,8 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from typing import Any, Final
@@ -48,9 +49,46 @@ class PlaceholderModule(types.ModuleType):
         return made
 
 
-def _run_as_it_is(graph: Any, inputs: object, **options: object) -> Callable[..., Any]:
-    forward: Callable[..., Any] = graph.forward
-    return forward
+class Compiler:
+    """Runs graphs as they are, and says what of each ``capture_programs`` is asked for: its inputs of dynamic extent,
+    all on the first chiplet, from which vllm-rbln sizes KV."""
+
+    def __init__(self) -> None:
+        self._capturing: list[types.SimpleNamespace] | None = None
+
+    def backend(self, graph: Any, inputs: object, **options: object) -> Callable[..., Any]:
+        if self._capturing is not None:
+            runtime = types.SimpleNamespace(reset_adaptive_buffers=lambda: None)
+            made = types.SimpleNamespace(name="emulated", device=None, runtime=runtime, input_specs=_inputs_of(graph))
+            self._capturing.append(made)
+        forward: Callable[..., Any] = graph.forward
+        return forward
+
+    @contextmanager
+    def capture_programs(self) -> Iterator[list[types.SimpleNamespace]]:
+        self._capturing = programs = []
+        try:
+            yield programs
+        finally:
+            self._capturing = None
+
+
+def _inputs_of(graph: Any) -> list[types.SimpleNamespace]:
+    specs = []
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value") if node.op == "placeholder" else None
+        if not hasattr(value, "shape") or all(isinstance(size, int) for size in value.shape):
+            continue
+        shape = tuple(size if isinstance(size, int) else ("symbol", str(size)) for size in value.shape)
+        shard = types.SimpleNamespace(node_id=0, chiplet_id=0, slice_shape=shape)
+        dtype = str(value.dtype).removeprefix("torch.")
+        placement = types.SimpleNamespace(shape=shape, dtype=dtype, shards=[shard])
+        traced = tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
+        specs.append(types.SimpleNamespace(name=node.name, shape=traced, physical_placement=placement))
+    return specs
+
+
+compiler = Compiler()
 
 
 KNOWN: Final[dict[str, dict[str, Any]]] = {
@@ -61,7 +99,7 @@ KNOWN: Final[dict[str, dict[str, Any]]] = {
         "get_npu_name": lambda *_: NPU_NAME,
         "npu_is_available": lambda *_: True,
     },
-    "rebel.core.torch_compile": {"rbln_backend": _run_as_it_is},
+    "rebel.core.torch_compile": {"rbln_backend": compiler.backend},
 }
 
 
@@ -126,6 +164,7 @@ def boot() -> None:
         from tests.rbln.emulator import operators
 
         emulator.install()
+        sys.modules["torch.rbln"].capture_programs = compiler.capture_programs  # type: ignore[attr-defined]
         sys.modules["torch_rbln"] = _torch_rbln()
         operators.install()
         _collectives()

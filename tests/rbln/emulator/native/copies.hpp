@@ -107,7 +107,7 @@ inline at::Tensor& fill(at::Tensor& t, const at::Scalar& value) {
 
 inline at::Tensor& zero(at::Tensor& t) {
   drain(t);
-  host_view(t, true).zero_();
+  if (!t.is_contiguous() || !t.numel() || !zero_whole(t.data_ptr(), t.nbytes())) host_view(t, true).zero_();
   return t;
 }
 

@@ -110,6 +110,15 @@ inline char* reach(const void* pointer, size_t bytes, bool write) {
   return area->host + (address - start);
 }
 
+// Zeroes a whole area by giving its pages back; false if that is not what it is. Engines zero gigabytes of KV at start.
+inline bool zero_whole(const void* pointer, size_t bytes) {
+  std::lock_guard lock(Memory::get().mutex);
+  auto [start, area] = area_of(reinterpret_cast<uintptr_t>(pointer), bytes);
+  if (start != reinterpret_cast<uintptr_t>(pointer) || (bytes + kPage - 1) / kPage * kPage != area->mapped) return false;
+  area->latest = Latest::Host;
+  return madvise(area->host, area->mapped, MADV_DONTNEED) == 0;
+}
+
 // --- direct storage's view, of whole areas by their first address
 
 inline Area& bound_area(uintptr_t address) {
