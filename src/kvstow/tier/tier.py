@@ -85,11 +85,7 @@ class Tier:
     def use(self, coder: Coder | None, integrity_key: bytes | None) -> None:
         """Before the first call: code what is written, and check every frame's MAC."""
         self._moves.coder, self._moves.integrity_key = coder, integrity_key
-
-    @property
-    def exact(self) -> bool:
-        """Whether what it holds comes back as it was written."""
-        return self._moves.coder is None or not self._moves.coder.lossy
+        self.exact = coder is None or not coder.lossy  # what it holds comes back as it was written
 
     # --- health ---------------------------------------------------------------------------------------------------
 
