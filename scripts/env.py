@@ -12,6 +12,7 @@ their digest. Needs only the standard library. Progress is one line with the tim
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import fcntl
 import hashlib
 import os
@@ -33,6 +34,7 @@ LOG = ROOT / "out" / "env.log"
 
 TAIL_LINES = 20
 NEEDED_DISK_BYTES = 4 << 30
+LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1", "curl": "libcurl4"}  # and Debian's packages
 
 
 class EnvError(Exception):
@@ -140,7 +142,7 @@ def steps(target: str) -> list[Step]:
     ]
     if target == "demo":
         return demo
-    test = [*demo, install(MAIN, "dev", "installing test tools")]
+    test = [*demo, install(MAIN, "dev", "installing test tools"), Step("libraries", MAIN, (), install_libraries)]
     if target == "test":
         return test
     if target == "rbln":
@@ -161,6 +163,15 @@ def steps(target: str) -> list[Step]:
 def install_kvstow() -> None:
     pip(MAIN, "installing kvstow's needs", "--no-deps", "-r", pinned("kvstow"))
     pip(MAIN, "installing kvstow", "--no-deps", "--no-build-isolation", "-e", ".")
+
+
+def install_libraries() -> None:
+    """What Mooncake's client is linked to. Where they can't be installed its tests are skipped, and say what is missing."""
+    packages = [package for name, package in LIBRARIES.items() if ctypes.util.find_library(name) is None]
+    if not packages or shutil.which("apt-get") is None or os.geteuid():
+        return
+    with contextlib.suppress(EnvError):
+        call("installing libraries", ["apt-get", "install", "-y", "--no-install-recommends", *packages])
 
 
 @contextlib.contextmanager
