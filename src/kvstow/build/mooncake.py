@@ -16,7 +16,7 @@ from kvstow.tier import Tier
 
 logger = logging.getLogger("kvstow")
 
-INSTALL = "pip install 'kvstow[mooncake]', and apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+INSTALL = "pip install 'kvstow[mooncake]', and apt-get install libibverbs1 libnuma1 libcurl4"
 
 
 def build_mooncake(settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics) -> Tier | None:

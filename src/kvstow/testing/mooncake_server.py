@@ -21,7 +21,7 @@ from kvstow.store.mooncake.options import P2P, MooncakeOptions
 from kvstow.testing.redis_server import free_port, until
 
 HOST: Final = "127.0.0.1"
-LIBRARIES: Final = {"ibverbs": "libibverbs1", "rdmacm": "librdmacm1", "numa": "libnuma1", "curl": "libcurl4"}
+LIBRARIES: Final = {"ibverbs": "libibverbs1", "numa": "libnuma1", "curl": "libcurl4"}
 
 
 def missing() -> str | None:
