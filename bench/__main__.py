@@ -18,7 +18,9 @@ from typing import Any, Final
 from rich.console import Console
 
 OUT: Final = Path(__file__).resolve().parent.parent / "out" / "bench.json"
-PARTS: Final = ("copy", "lookup", "hooks", "hook_share", "ttft", "disk", "direct", "redis", "objects", "mooncake", "gil", "slow_store", "codec")
+PARTS: Final = (
+    "copy", "lookup", "hooks", "hook_share", "ttft", "disk", "direct", "redis", "objects", "mooncake", "gil", "slow_store", "codec",
+)
 
 
 def merge(into: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

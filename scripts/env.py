@@ -166,11 +166,12 @@ def install_kvstow() -> None:
 
 
 def install_libraries() -> None:
-    """What Mooncake's client is linked to. Where they can't be installed its tests are skipped, and say what is missing."""
+    """What Mooncake's client is linked to. Where they can't be installed its tests are skipped, and say what to install."""
     packages = [package for name, package in LIBRARIES.items() if ctypes.util.find_library(name) is None]
     if not packages or shutil.which("apt-get") is None or os.geteuid():
         return
     with contextlib.suppress(EnvError):
+        call("asking for libraries", ["apt-get", "update"])
         call("installing libraries", ["apt-get", "install", "-y", "--no-install-recommends", *packages])
 
 
