@@ -19,7 +19,8 @@ from rich.console import Console
 
 OUT: Final = Path(__file__).resolve().parent.parent / "out" / "bench.json"
 PARTS: Final = (
-    "copy", "lookup", "hooks", "hook_share", "ttft", "disk", "direct", "redis", "objects", "mooncake", "gil", "slow_store", "codec",
+    "copy", "lookup", "hooks", "hook_share", "ttft", "disk", "direct", "redis", "objects", "mooncake",
+    "gil", "slow_store", "codec",
 )
 
 

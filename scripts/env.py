@@ -166,7 +166,7 @@ def install_kvstow() -> None:
 
 
 def install_libraries() -> None:
-    """Mooncake's client is linked to them. Where they can't be installed its tests are skipped, and say what is missing."""
+    """Mooncake's client needs them. Where they can't be installed its tests are skipped and say what is missing."""
     packages = [package for name, package in LIBRARIES.items() if ctypes.util.find_library(name) is None]
     if not packages or shutil.which("apt-get") is None or os.geteuid():
         return
