@@ -275,6 +275,7 @@ def test_h6b_a_tier_goes_on_beside_a_hung_directory(tmp_path: Path, gate: Gate) 
     disks.clock.advance(over.tier.limits.hung_after_s)
     over.tier.poll()
     assert over.tier.usable
+    assert not over.tier.busy(), "an idle engine must not step for calls that may never return"
     gauges = (over.metrics.take() or {})["gauges"]
     assert gauges["tier_paths_down|disk"] == 1
     gate.opened.set()

@@ -74,7 +74,7 @@ class Tier:
         self._known: OrderedDict[ChunkKey, None] = OrderedDict()
         self._queued_writes = self._queued_bytes = self._read_bytes = 0
         self._rate = WriteRate(self.limits.assumed_write_bytes_s)
-        self._hung = 0
+        self._hung = self._lost = 0  # calls that hang: the tier, or in a part that it works on without
         self._shown_down = -1
         self._watch_at_s = self._progress_s = clock.monotonic()
         self._shown = BreakerState.CLOSED
@@ -100,7 +100,8 @@ class Tier:
 
     def busy(self) -> bool:
         """Whether calls are outstanding and any ended, or was asked for, within ``work_deadline_s``."""
-        return bool(self._calls) and self._clock.monotonic() - self._progress_s < self.limits.work_deadline_s
+        waited_s = self._clock.monotonic() - self._progress_s
+        return len(self._calls) > self._lost and waited_s < self.limits.work_deadline_s
 
     def poll(self) -> int:
         """Take the results of ended calls and look for hung ones. Returns how many ended."""
@@ -113,11 +114,12 @@ class Tier:
             return 0
         ended = self.executor.poll()
         now = self._clock.monotonic()
-        if now >= self._watch_at_s or (ended and self._hung):
+        if now >= self._watch_at_s or (ended and self._hung + self._lost):
             self._watch_at_s = now + self.limits.hung_after_s / 10
             late = now - self.limits.hung_after_s
             hung = sum(c.ended_s is None and c.began_s is not None and c.began_s <= late for c in self._calls)
-            self._hung = max(0, hung - self._stuck()) if hung and self._stuck is not None else hung
+            self._lost = min(hung, self._stuck()) if hung and self._stuck is not None else 0
+            self._hung = hung - self._lost
         self._show()
         return ended
 
