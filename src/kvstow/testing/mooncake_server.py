@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
+from kvstow.settings.variables import set_defaults
 from kvstow.store.mooncake.options import P2P, MooncakeOptions
 from kvstow.testing.redis_server import free_port, until
 
@@ -34,8 +35,7 @@ def missing() -> str | None:
 
 def quiet() -> None:
     """What kvstow's own tier sets before it loads the client."""
-    for name, value in MooncakeOptions("").variables().items():
-        os.environ.setdefault(name, value)  # noqa: TID251 (a process for tests; the product does it in settings)
+    set_defaults(MooncakeOptions("").variables())
 
 
 class MooncakeServer:
@@ -84,11 +84,8 @@ class MooncakeServer:
         ]  # fmt: skip
         if self._metadata_port:
             command += ["--enable_http_metadata_server=true", f"--http_metadata_server_port={self._metadata_port}"]
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent)}  # noqa: TID251
         with (self._folder / "master.log").open("ab") as log:
-            self._master = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
-            )
+            self._master = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         until(self._up, f"mooncake_master, log in {self._folder}/master.log")
 
     def _up(self) -> bool:
