@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from kvstow.build import integrity_key
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
 from kvstow.settings import format_size, load
@@ -95,6 +94,8 @@ def verify(
     """Read every chunk and check it. Exit code 1: some are bad."""
     good = 0
     bad: list[dict[str, str]] = []
+    from kvstow.build import integrity_key  # not at the top: no other command needs the tiers
+
     check = frame_check(integrity_key(load().settings))
     with _directories(path) as directories:
         for directory in directories:
