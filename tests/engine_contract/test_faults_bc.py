@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvstow.testing.manual import ManualExecutor
 from kvstow.testing.sim_requests import SimRequest
+from kvstow.vllm import fingerprint
 from tests.engine_contract.scenario import Traffic
 from tests.engine_contract.sim import Sim, prompt
 from tests.engine_contract.stack import Shape, build_stack
@@ -42,6 +44,36 @@ def test_b3_b4_adapters_of_one_name_never_meet(tmp_path: Path) -> None:
     for number, lora in enumerate((None, one, two)):
         sim.serve(f"warm {number}", tokens, 2, lora_request=lora)
     assert sim.loads() == 3
+    sim.close()
+
+
+def test_m5_an_adapters_files_are_not_read_on_the_schedulers_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_remembered", {})
+    sim = Sim(Shape(prefix_caching=False), adapter_of=content)
+    reader = ManualExecutor(sim.stack.clock)
+    sim.stack.side._adapters = fingerprint.Adapters(reader, sim.stack.clock)
+    lora, tokens = adapter(tmp_path / "1", b"one"), prompt(40)
+    waiting = sim.add("waits", tokens, lora_request=lora)
+    sim.add("other", prompt(40, 1))
+    for _ in range(5):
+        sim.step(work=True)
+    assert waiting.num_computed_tokens == 0
+    assert sim.requests["other"].is_finished(), "others go on"
+    reader.run_all()
+    sim.settle()
+    assert waiting.is_finished()
+    sim.serve("again", tokens, lora_request=lora)
+    assert sim.loads() == 1
+
+    late = sim.add("late", tokens, lora_request=adapter(tmp_path / "2", b"two"))
+    sim.step(work=True)
+    sim.stack.clock.advance(fingerprint.MAX_READING_S)
+    sim.settle()
+    assert late.is_finished(), "it goes on without the cache"
+    assert sim.loads() == 1
+    reader.run_all()
     sim.close()
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 from kvstow.errors import UnsupportedError
 from kvstow.layout import GroupPages, LayerPages
 from kvstow.settings import sources as settings_sources
+from kvstow.testing.manual import ManualClock, ManualExecutor
 from kvstow.vllm import fingerprint
 from kvstow.vllm.fingerprint import SAMPLE_BYTES, Adapters, lora_digest, weights_digest
 from kvstow.vllm.identity import (
@@ -539,6 +540,33 @@ def test_b4_an_adapter_that_changed_has_no_digest_any_more(tmp_path: Path, monke
         assert adapters.digest("x", str(adapter(tmp_path / f"version {i}", bytes([i])))) is not None
         assert len(adapters._first) <= 4
     assert adapters.digest("x", "/nul\0") is None
+
+
+def test_an_adapters_files_are_read_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_remembered", {})
+    clock = ManualClock()
+    executor = ManualExecutor(clock)
+    adapters, folder = Adapters(executor, clock), str(adapter(tmp_path / "x", b"1" * 100))
+    assert adapters.reading(folder)
+    assert adapters.digest("x", folder) is None, "nothing is read here"
+    assert adapters.reading(folder)
+    assert executor.pending == 1
+    executor.run_all()
+    assert not adapters.reading(folder)
+    assert adapters.digest("x", folder) == lora_digest(folder)
+    assert not adapters.reading("org/name-of-a-repo")
+    assert not adapters.reading("/nul\0")
+
+    other = str(adapter(tmp_path / "y", b"2" * 100))
+    assert adapters.reading(other)
+    clock.advance(fingerprint.MAX_READING_S)
+    assert not adapters.reading(other), "nobody waits longer"
+    assert adapters.digest("y", other) is None
+    executor.run_all()
+    assert not adapters.reading(other)
+    assert adapters.digest("y", other) == lora_digest(other)
+    executor.close(0.0)
+    assert not adapters.reading(str(adapter(tmp_path / "z", b"3")))
 
 
 def test_an_adapter_without_readable_files_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

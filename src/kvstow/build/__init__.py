@@ -2,7 +2,7 @@
 
 from kvstow.build.direct import build_direct, check_direct, direct_executor, file_media, load_rds, rds_media
 from kvstow.build.disk import build_disk
-from kvstow.build.engine import build_engine, check, chunk_layout, copy_executor, touch_executor
+from kvstow.build.engine import adapter_executor, build_engine, check, chunk_layout, copy_executor, touch_executor
 from kvstow.build.integrity import integrity_key
 from kvstow.build.mooncake import build_mooncake, mooncake_options
 from kvstow.build.objects import build_objects, objects_options
@@ -12,6 +12,7 @@ from kvstow.build.tiers import asked_for, lower_tiers
 
 __all__ = [
     "POLICIES",
+    "adapter_executor",
     "asked_for",
     "build_direct",
     "build_disk",

@@ -6,15 +6,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final, NamedTuple
 
 from blake3 import blake3
+
+from kvstow.runtime import Clock, Executor, SystemClock
 
 SAMPLE_BYTES: Final = 4096
 SAMPLES: Final = 1024  # of a file whose tensors are not known
 MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 READ_BYTES: Final = 1 << 20
 MAX_ADAPTER_BYTES: Final = 4 << 30
+MAX_READING_S: Final = 10.0  # a request waits so long for its adapter's files to be read; vLLM reads them too
 MAX_REMEMBERED: Final = 4096  # files; some 200 bytes each
 
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")  # the first kind that is there is what vLLM loads
@@ -53,11 +57,9 @@ def weights_digest(path: str, load_format: str = "auto") -> Weights | None:
 def lora_digest(path: str) -> bytes | None:
     """Digest of the content of an adapter's files. None: not a local directory with an adapter, unreadable, or larger
     than ``MAX_ADAPTER_BYTES`` (then its KV has no identity, and is neither loaded nor stored)."""
-    folder = os.path.expanduser(path)
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and entry.name.endswith(_ADAPTER))
-        files = [(name, os.path.join(folder, name)) for name in names]
-        if "adapter_config.json" not in names or sum(os.stat(f).st_size for _, f in files) > MAX_ADAPTER_BYTES:
+        files = _adapter_files(path)
+        if not files:
             return None
         hasher = blake3()
         for name, file in files:
@@ -68,17 +70,56 @@ def lora_digest(path: str) -> bytes | None:
     return hasher.digest()
 
 
+def _adapter_files(path: str) -> list[tuple[str, str]]:
+    """Name and path of each of an adapter's files; none if it isn't one, or too large."""
+    folder = os.path.expanduser(path)
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and entry.name.endswith(_ADAPTER))
+    files = [(name, os.path.join(folder, name)) for name in names]
+    if "adapter_config.json" not in names or sum(os.stat(file).st_size for _, file in files) > MAX_ADAPTER_BYTES:
+        return []
+    return files
+
+
+def _unread(path: str) -> bool:
+    """Whether an adapter's digest takes more than a ``stat`` a file."""
+    try:
+        return any(_remembered_as(_whole, os.stat(file)) not in _remembered for _, file in _adapter_files(path))
+    except (OSError, ValueError):
+        return False
+
+
 class Adapters:
     """Digests of adapters, as they were when first asked for. None ever after for one whose files have changed since:
     which of the two vLLM computes with can't be known from here, and its own cache, which goes by name and path, may
-    give out KV of the older one."""
+    give out KV of the older one.
 
-    def __init__(self) -> None:
+    With an ``executor`` files are read there, never by the caller, who asks ``reading`` first."""
+
+    def __init__(self, executor: Executor | None = None, clock: Clock | None = None) -> None:
         self._first: dict[tuple[str, str], bytes] = {}
+        self._executor = executor
+        self._clock = clock or SystemClock()
+        self._reading: dict[str, float] = {}  # paths, and since when
+
+    def reading(self, path: str) -> bool:
+        """Whether the adapter's files are being read: ask again. For ``MAX_READING_S``; then it has no digest yet."""
+        if self._executor is None:
+            return False
+        self._executor.poll()
+        now = self._clock.monotonic()
+        if path not in self._reading:
+            done = partial(self._read, path)
+            if not _unread(path) or not self._executor.submit(partial(lora_digest, path), done):
+                return False
+            self._reading[path] = now
+        return now - self._reading[path] < MAX_READING_S
+
+    def _read(self, path: str, _digest: bytes | None, _error: BaseException | None) -> None:
+        del self._reading[path]
 
     def digest(self, name: str, path: str) -> bytes | None:
         """``lora_digest`` of ``path``, if it is what it was."""
-        digest = lora_digest(path)
+        digest = None if self._executor is not None and _unread(path) else lora_digest(path)
         if digest is None:
             return None
         if len(self._first) >= MAX_REMEMBERED and (name, path) not in self._first:
@@ -103,16 +144,22 @@ def _weight_files(path: str, load_format: str) -> list[tuple[str, str]]:
     return []
 
 
+def _remembered_as(digest: Callable[[int, int], bytes], stat: os.stat_result) -> tuple[object, ...]:
+    return (digest, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
 def _remember(path: str, digest: Callable[[int, int], bytes]) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         stat = os.fstat(fd)
-        key = (digest, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        if key not in _remembered:
+        key = _remembered_as(digest, stat)
+        value = _remembered.get(key)
+        if value is None:
+            value = digest(fd, stat.st_size)
             if len(_remembered) >= MAX_REMEMBERED:
                 _remembered.clear()
-            _remembered[key] = digest(fd, stat.st_size)
-        return _remembered[key]
+            _remembered[key] = value
+        return value
     finally:
         os.close(fd)
 

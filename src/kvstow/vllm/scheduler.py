@@ -47,10 +47,11 @@ class SchedulerSide:
         clock: Clock,
         metrics: Metrics,
         on_mounted: Callable[[], None] = lambda: None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._engine = engine
         self._namespace = namespace
-        self._adapters = Adapters()
+        self._adapters = adapters or Adapters()
         self._rules = rules
         self._mount = mount
         self._ranks = len(mount.shards)
@@ -78,6 +79,9 @@ class SchedulerSide:
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
+            lora = request.lora_request
+            if lora is not None and not self._broken and self._adapters.reading(lora.lora_path):
+                return None, False
             tracked = self._track(request)
         tracked.local_tokens = computed_tokens
         if not tracked.load or getattr(request, "skip_reading_prefix_cache", False):

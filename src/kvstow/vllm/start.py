@@ -24,6 +24,7 @@ from kvstow.settings import Effective, Settings, load, load_lmcache, variable
 from kvstow.slots import Slots
 from kvstow.tier import Tier
 from kvstow.vllm import rbln_config
+from kvstow.vllm.fingerprint import Adapters
 from kvstow.vllm.groups import block_geometry, device_specs, kv_shard
 from kvstow.vllm.identity import (
     SEED_VARIABLE,
@@ -177,6 +178,7 @@ def scheduler_side(
         clock=clock,
         metrics=metrics,
         on_mounted=places.on_mounted,
+        adapters=Adapters(build.adapter_executor()),
     )
 
 
