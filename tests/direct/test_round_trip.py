@@ -78,7 +78,7 @@ def test_metrics_say_which_engine_it_is_and_how_full(tmp_path: Path) -> None:
     taken = rig.metrics.take()
     assert taken is not None
     slot = rig.extents.slot_bytes
-    assert taken["gauges"] == {
+    assert {name: value for name, value in taken["gauges"].items() if name.startswith(("direct", "pool"))} == {
         "direct_engine|file": 1, "direct_capacity_bytes": 4 * slot, "direct_used_bytes": 4 * slot,
         "direct_leased_slots": 0,
     }  # fmt: skip
