@@ -161,10 +161,21 @@ class Story:
 
 
 @functools.cache
-def story() -> Story:
+def _story() -> Story | str:
+    """Told once; also when it fails, which takes as long."""
     folder = Path(tempfile.mkdtemp(prefix="kvstow-shared-"))
-    told = Story(folder)
+    try:
+        told = Story(folder)
+    except Exception as error:
+        return f"{error!r}; logs are in {folder}"
     shutil.rmtree(folder)
+    return told
+
+
+def story() -> Story:
+    told = _story()
+    if isinstance(told, str):
+        pytest.fail(told)
     return told
 
 

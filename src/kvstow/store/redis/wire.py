@@ -74,16 +74,13 @@ class Wire:
         return self._at == self._end
 
     @contextlib.contextmanager
-    def _waiting_in_the_system(self, size: int) -> Iterator[int]:
-        """For ``size`` bytes, if they are many: the system waits, at most ``timeout_s``, until it has done all of what
-        it was asked for. Else Python asks twice for each bit that is there. Yields the flags to receive with."""
-        if not self._large or size < LARGE_BYTES:
-            yield 0
-            return
+    def _waiting_in_the_system(self) -> Iterator[None]:
+        """A call waits, at most ``timeout_s``, until it has done all of what it was asked for; Python else asks twice
+        for each bit that is there."""
         timeout = self._sock.gettimeout()
         self._sock.settimeout(None)
         try:
-            yield socket.MSG_WAITALL
+            yield
         except BlockingIOError as error:
             raise TimeoutError(f"nothing for {self._timeout_s:g} s") from error
         finally:
@@ -112,7 +109,8 @@ class Wire:
                 self._sock.sendall(view)
                 self._check_time()
             return
-        with self._waiting_in_the_system(sum(map(len, left))):
+        large = self._large and sum(map(len, left)) >= LARGE_BYTES
+        with self._waiting_in_the_system() if large else contextlib.nullcontext():
             while left:
                 sent = self._sock.sendmsg(left)
                 self._check_time()
@@ -150,19 +148,21 @@ class Wire:
         self._at += at
         if passing is not None:
             passing.update(view[:at])
-        with self._waiting_in_the_system(size - at) as flags:
-            while at < size:
-                if flags and size - at >= LARGE_BYTES:
+        if self._large and size - at >= LARGE_BYTES:
+            with self._waiting_in_the_system():
+                while size - at >= LARGE_BYTES:
                     end = min(at + PIECE_BYTES, size - HEAD_BYTES)  # the last ones come with what is behind them
-                    got = self._sock.recv_into(view[at:end], 0, flags)
-                else:
-                    got = self._receive(view[at:])
-                if not got:
-                    raise ConnectionResetError("the server hung up")
-                if passing is not None:
-                    passing.update(view[at : at + got])
-                at += got
-                self._check_time()
+                    at += self._came(self._sock.recv_into(view[at:end], 0, socket.MSG_WAITALL), view[at:], passing)
+        while at < size:
+            at += self._came(self._receive(view[at:]), view[at:], passing)
+
+    def _came(self, got: int, view: Buffer, passing: Passing | None) -> int:
+        if not got:
+            raise ConnectionResetError("the server hung up")
+        if passing is not None:
+            passing.update(view[:got])
+        self._check_time()
+        return got
 
     def _receive(self, view: Buffer) -> int:
         """Into ``view``; what came beyond it, the end of this reply and the head of the next, into the empty buffer:
