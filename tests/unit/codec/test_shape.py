@@ -62,3 +62,18 @@ def test_what_is_no_shape() -> None:
             KVShape(**good | bad)
     with pytest.raises(ValueError):
         KVShape.unknown("float32", 6)
+
+
+@pytest.mark.parametrize("order", ["khnc", "hknc", "nkhc", "hnkc", "cnkh", "nchk", "khcn"])
+@pytest.mark.parametrize(("tokens", "size"), [(16, 8), (7, 5), (48, 2000), (1, 3)])
+def test_rows_are_the_same_numbers(order: str, tokens: int, size: int) -> None:
+    shape = KVShape("float32", 3, 2, 2, 3, tokens, size, order)
+    generator = np.random.default_rng(1)
+    layers = generator.integers(0, 100, (3, shape.blocks, *shape.page)).astype(np.float32)
+    rows = layers.reshape(shape.rows(3))
+    for letters in ("khc", "k", "h"):
+        values = generator.integers(0, 100, (3, *shape.over(letters))).astype(np.float32)
+        wanted = layers + np.broadcast_to(values, layers.shape)
+        assert np.array_equal((rows + shape.tiled(values, letters)).reshape(layers.shape), wanted)
+    summed = layers.sum(axis=tuple(axis + 1 for axis in shape.axes("bn")), keepdims=True)
+    assert np.array_equal(shape.sum_tokens(rows), summed)
