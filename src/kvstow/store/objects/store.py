@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 # What comes from the network is put into the slot as it comes, while it is in the cache. Smaller pieces cost more
 # calls, larger ones are gathered in a buffer first.
-PIECE_BYTES: Final = 128 << 10
+PIECE_BYTES: Final = 256 << 10
 NOT_IMPLEMENTED: Final = 501
 BEYOND_END: Final = 416
 
