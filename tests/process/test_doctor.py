@@ -308,6 +308,17 @@ def test_direct_storage_needs_no_pool_and_its_disk_is_looked_at(kvstow: Kvstow, 
     assert rows(out)["disk path"]["found"] == f"{tmp_path}: writable"
 
 
+@pytest.mark.usefixtures("fits", "small_sample")
+def test_lmcaches_variables_if_asked_for(kvstow: Kvstow, tmp_path: Path) -> None:
+    env = {"LMCACHE_LOCAL_DISK": f"file://{tmp_path}", "LMCACHE_MAX_LOCAL_DISK_SIZE": "1", "PYTHONHASHSEED": "0"}
+    assert "disk path" not in rows(kvstow("doctor", "--json", env=env)[1])
+    code, out, _ = kvstow("doctor", "--json", "--lmcache", "--workers", "2", env=env)
+    assert code == 0
+    assert rows(out)["disk path"]["found"] == f"{tmp_path}: writable"
+    assert "disk.size=2" in rows(out)["settings"]["found"]
+    assert kvstow("doctor", "--lmcache", "--file", "x")[0] == 2
+
+
 @pytest.mark.usefixtures("fits")
 def test_a_check_that_breaks_is_no_traceback(kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Final
 
@@ -12,10 +12,10 @@ import typer
 
 from kvstow import __version__
 from kvstow.cli.doctor import disk, host, rbln, remote, versions
-from kvstow.cli.doctor.result import Check, Result, Status, bounded, failed, ok, unknown
+from kvstow.cli.doctor.result import Check, Result, Status, bounded, failed, ok, unknown, warning
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
-from kvstow.settings import Settings, check_disk, host_facts, load, variable
+from kvstow.settings import Effective, Settings, check_disk, host_facts, load, load_lmcache, variable
 
 EXIT_FAILED: Final = 1
 QUICK_S: Final = 10.0
@@ -34,13 +34,21 @@ def doctor(
     file: Annotated[
         str | None, typer.Option(help="A YAML file, instead of the one that KVSTOW_CONFIG_FILE names.")
     ] = None,
+    lmcache: Annotated[
+        bool, typer.Option("--lmcache", help="With the LMCACHE_* variables, as the LMCache-style connectors take them.")
+    ] = False,
+    workers: Annotated[
+        int, typer.Option(min=1, help="With --lmcache: tensor times pipeline parallel size; its sizes are each's.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Check versions, memory, disks, servers and RBLN's storage against the settings, and say what to fix.
 
     Writes and reads a small file in each of disk.paths. Exit code 1: something failed.
     """
-    settings, results = _settings(file)
+    if lmcache and file is not None:
+        raise typer.BadParameter("--file is kvstow's own; LMCache's is named by LMCACHE_CONFIG_FILE")
+    settings, results = _settings(lambda: load_lmcache(None, workers=workers) if lmcache else load(file=file))
     for name, limit_s, check in _plan(settings):
         results += bounded(name, check, limit_s)
     works = not any(result.status is Status.FAILED for result in results)
@@ -53,16 +61,17 @@ def doctor(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _settings(file: str | None) -> tuple[Settings | None, list[Result]]:
+def _settings(read: Callable[[], Effective]) -> tuple[Settings | None, list[Result]]:
     """The settings; None where they are wrong, and the result says why."""
     try:
-        effective = load(file=file)
+        effective = read()
     except SettingsError as error:
         return None, [failed(SETTINGS, str(error), MEND)]
     given = [row for row in effective.describe() if row.source != "default"]
     shown = ", ".join(f"{row.key}={row.shown}" for row in given) or "all are defaults"
     wrong = [failed(SETTINGS, str(error), MEND) for error in _conflicts(effective.settings)]
-    return effective.settings, wrong or [ok(SETTINGS, shown)]
+    told = [warning(SETTINGS, note.text, "see how-to/from-lmcache") for note in effective.notes if note.warns]
+    return effective.settings, (wrong or [ok(SETTINGS, shown)]) + told
 
 
 def _conflicts(settings: Settings) -> Iterator[SettingsError]:
