@@ -316,3 +316,20 @@ def test_a_fixed_least_number_counts_what_has_come_already() -> None:
     assert rig.fetch("r", *range(5)) == hit(5)
     assert rig.fetch("s", 10, 11, 12).state is Found.MISS
     assert not rig.engine._fetches._flights
+
+
+def test_a_tier_is_judged_by_when_its_calls_end_not_by_when_a_step_hears_of_it() -> None:
+    rig = Rig()
+    rig.put_below(1)
+    assert pending(rig, "r", 1)
+    rig.clock.advance(0.001)
+    rig.executors[0].run_all()
+    rig.clock.advance(0.1)
+    rig.engine.poll()
+    rig.clock.advance(0.002)
+    rig.executors[0].run_all()
+    rig.clock.advance(0.05)
+    rig.engine.poll()
+    assert rig.engine._costs.probes[0].seconds == pytest.approx(0.001)
+    assert rig.engine._costs.reads[0].seconds(FRAME_BYTES) == pytest.approx(0.002)
+    assert rig.gauge("load_seconds_per_byte|t0") == pytest.approx(0.002 / FRAME_BYTES)
