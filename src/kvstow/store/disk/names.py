@@ -5,7 +5,7 @@
     <path>/                            0700, made by us unless it is there
       ledger                           bytes in use, and what each process has reserved
       run/<token>.lock                 held under flock while the process <token> lives
-      tmp/<token>-<n>                  being written, or on its way out
+      tmp/<token>-<n>                  being written
       quarantine/<digest>.<why>.<token>-<n>
       <namespace>/namespace.json       says what the namespace is
       <namespace>/a/b/<digest>.kv      a frame; a and b are the digest's first two hex digits
