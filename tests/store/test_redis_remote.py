@@ -200,7 +200,8 @@ def test_k5_a_probe_that_failed_says_nothing(proxy: FaultProxy, node: Node, othe
 
 def test_k5_what_is_believed_is_bounded_and_healed_by_a_read_that_falls_short(server: RedisServer) -> None:
     node = node_over(server.url, known_keys=3)
-    node.put(1, 2, 3, 4, 5)
+    for i in range(1, 6):
+        node.put(i)
     assert [node.tier.holds(key(i)) for i in range(1, 6)] == [False, False, True, True, True]
     server.ask("UNLINK", chunk_name(PREFIX.encode(), key(4)))
     node.engine.reset()
