@@ -24,7 +24,8 @@ UNKNOWN_CHUNK_TOKENS: Final = 256  # where neither the server nor the user says
 CHUNKS: Final = 3
 SETTLE_S: Final = 5.0  # for counts to reach /metrics
 POLL_S: Final = 0.25
-START: Final = "start vLLM with --kv-transfer-config " + repr('{"kv_connector":"KVStowConnector","kv_role":"kv_both"}')
+CONFIG: Final = '{"kv_connector":"KVStowConnector","kv_role":"kv_both"}'
+START: Final = f"start vLLM with --kv-transfer-config '{CONFIG}', and without --disable-log-stats"
 GRACE_S: Final = 5.0  # beyond --timeout, for a call of the system that has begun
 _TEXT: Final = (
     "the of and to in is was for on that by this with from they are which not have were one all we can has been out "
