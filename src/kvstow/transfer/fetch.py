@@ -373,11 +373,11 @@ class Fetches:
         self._judge.answered(tier, question)
         missed = []
         for flight, held in zip(question.flights, found, strict=True):
-            if self._flights.get(flight.key) is not flight:
-                continue
             for wait in flight.waits:
                 wait.undecided = wait.explores == NOBODY
                 self._dirty[wait] = None
+            if self._flights.get(flight.key) is not flight:
+                continue
             if held and flight.waits:
                 flight.stage = Stage.FOUND
             else:

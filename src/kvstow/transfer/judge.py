@@ -157,9 +157,10 @@ class Judge:
             return
         compute_s = self._costs.compute_s(gained)
         wait.limit_s = wait.began_s + (COLD_LIMIT_S if compute_s is None else compute_s)
-        probe = next((p for t, p in zip(self._tiers, self._costs.probes, strict=True) if t.usable), None)
         wait.worth_s = compute_s
-        self._renew(wait, probe.seconds if probe is not None and probe.known else None)
+        probes = [probe for tier, probe in zip(self._tiers, self._costs.probes, strict=True) if tier.usable]
+        known = all(probe.known for probe in probes)
+        self._renew(wait, max((probe.seconds for probe in probes), default=0.0) if known else None)
 
     def renew(self, wait: Wait, ready_s: Sequence[float | None]) -> None:
         """It is worth waiting for this run: until the next chunk should have come."""
