@@ -130,7 +130,7 @@ class DiskStore:
 
     def paths_down(self) -> int:
         """How many of the directories that chunks are spread over are out of use."""
-        for which in self._inside.look()[0]:
+        for which in self._inside.look()[0] if len(self._spread) > 1 else ():  # asked on every step
             self._health.failed(which, StoreUnavailable("a call in it does not return"), at_once=True)
         return self._health.down
 
