@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-
-from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
+from kvstow.build.greet import greet
+from kvstow.errors import SettingsError
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor
@@ -14,15 +12,16 @@ from kvstow.settings.variables import set_defaults
 from kvstow.store.mooncake import MooncakeOptions
 from kvstow.tier import Tier
 
-logger = logging.getLogger("kvstow")
-
 INSTALL = "pip install 'kvstow[mooncake]', and apt-get install libibverbs1 libnuma1 libcurl4"
 
 
-def build_mooncake(settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics) -> Tier | None:
+def build_mooncake(
+    settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics, root: tuple[str, str] | None = None
+) -> Tier | None:
     """The Mooncake tier; None: not set. Its client connects on the tier's threads, whenever the master can be reached.
 
-    Raises ``SettingsError`` when the settings can't be used, or the client can't be loaded.
+    ``root``: as for ``greet``. Raises ``SettingsError`` when the settings can't be used, or the client can't be loaded,
+    ``UnsupportedError`` where the engines that share the store begin elsewhere.
     """
     if settings.mooncake.master is None:
         return None
@@ -37,15 +36,8 @@ def build_mooncake(settings: Settings, layout: ChunkLayout, *, clock: Clock, met
         raise SettingsError(f"mooncake.master is set, and its client can't be loaded ({error}): {INSTALL}") from error
     store = MooncakeStore(options, clock, lambda: (connect(options), replicas(options.replicas)))
     executor = ThreadExecutor("mooncake", threads=settings.mooncake.threads)
-    executor.submit(lambda: _greet(store.ping, options), lambda _value, _error: None, urgent=True)
+    greet("mooncake", f"Mooncake ({options.master})", store, executor, root, options.name_of)
     return Tier("mooncake", store, executor, layout=layout, clock=clock, metrics=metrics)
-
-
-def _greet(ping: Callable[[], None], options: MooncakeOptions) -> None:
-    try:
-        ping()
-    except (StoreUnavailable, StoreRefused) as error:
-        logger.warning("Mooncake (%s) can't be used now, kvstow goes on without it: %s", options.master, error)
 
 
 def mooncake_options(settings: Settings, layout: ChunkLayout) -> MooncakeOptions:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
+from kvstow.build.greet import greet
+from kvstow.errors import SettingsError, StoreRefused
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor
@@ -22,10 +22,13 @@ logger = logging.getLogger("kvstow")
 HUNG_MARGIN: Final = 2.5  # times a request's limit: a call ends by itself after twice that
 
 
-def build_objects(settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics) -> Tier | None:
+def build_objects(
+    settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics, root: tuple[str, str] | None = None
+) -> Tier | None:
     """The object store tier; None: not set. A store that can't be used now is logged, and asked again later.
 
-    Raises ``SettingsError`` when the settings can't be used, or obstore isn't installed.
+    ``root``: as for ``greet``. Raises ``SettingsError`` when the settings can't be used, or obstore isn't installed,
+    ``UnsupportedError`` where the engines that share the bucket begin elsewhere.
     """
     if settings.objects.url is None:
         return None
@@ -42,19 +45,12 @@ def build_objects(settings: Settings, layout: ChunkLayout, *, clock: Clock, metr
     except (StoreRefused, OSError) as error:
         raise SettingsError(f"objects.url {url} can't be used: {error}") from error
     executor = ThreadExecutor("objects", threads=settings.objects.threads)
-    executor.submit(lambda: _greet(store.ping, url), lambda _value, _error: None, urgent=True)
+    greet("objects", f"Object store {url}", store, executor, root, options.bucket.path_of)
     limits = TierLimits(
         read_batch_bytes=1,  # a chunk a call: the threads are what is parallel
         hung_after_s=max(TierLimits().hung_after_s, HUNG_MARGIN * options.timeout_s),
     )
     return Tier("objects", store, executor, layout=layout, clock=clock, metrics=metrics, limits=limits)
-
-
-def _greet(ping: Callable[[], None], url: str) -> None:
-    try:
-        ping()
-    except (StoreUnavailable, StoreRefused) as error:
-        logger.warning("Object store %s can't be used now, kvstow goes on without it: %s", url, error)
 
 
 def objects_options(settings: Settings) -> ObjectsOptions:
