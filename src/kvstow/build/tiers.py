@@ -64,8 +64,8 @@ def lower_tiers(
     built = (
         build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device),
         build_redis(settings, layout, clock=clock, metrics=metrics, root=root),
-        build_mooncake(settings, layout, clock=clock, metrics=metrics),
-        build_objects(settings, layout, clock=clock, metrics=metrics),
+        build_mooncake(settings, layout, clock=clock, metrics=metrics, root=root),
+        build_objects(settings, layout, clock=clock, metrics=metrics, root=root),
         *build_plugins(settings, layout, clock=clock, metrics=metrics),
     )
     tiers = [tier for tier in built if tier is not None]
