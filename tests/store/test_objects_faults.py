@@ -92,7 +92,7 @@ def test_k1_a_killed_server_is_a_miss_and_one_restarted_empty_takes_chunks_again
         node.close()
 
 
-def test_k5_an_object_that_is_deleted_between_head_and_read_is_no_false_hit(moto: Moto) -> None:
+def test_f4_k5_an_object_that_is_deleted_between_head_and_read_is_no_false_hit(moto: Moto) -> None:
     node = Node(open_store(URL, endpoint=moto.url, timeout_s=5.0))
     node.put(20)
     assert node.tier.holds(key(20))
@@ -144,7 +144,7 @@ def test_a_connection_that_ends_amid_an_answer_is_unavailable(moto: Moto, cut_at
     wire.close()
 
 
-def test_a_server_that_takes_connections_and_never_answers_is_given_up(moto: Moto) -> None:
+def test_h4_a_server_that_takes_connections_and_never_answers_is_given_up(moto: Moto) -> None:
     wire = Wire(moto.port)
     wire.hold = True
     store = open_store(URL, endpoint=wire.url, timeout_s=0.2)
