@@ -153,7 +153,9 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
     oracle.watch()
     llm = make_engine(case)
     answers = []
-    for prompt in case["prompts"]:
+    for number, prompt in enumerate(case["prompts"]):
+        if number == case["drive_fails_from"]:
+            sys.modules["rebel.rds"].drive.fail = "SYS_EIO"  # type: ignore[attr-defined]
         sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
         [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         answers.append({"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0})

@@ -29,13 +29,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 30)]
 
 
 class Case(NamedTuple):
-    """``sized``: vllm-rbln sizes KV after the compile, and registers it then."""
+    """``sized``: vllm-rbln sizes KV after the compile, and registers it then. ``drive_fails``: before the second
+    request."""
 
     block: int = 1024
     eager: bool = True
     launch: int = MEMORY
     prefix_caching: bool = False
     sized: bool = False
+    drive_fails: bool = False
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -67,6 +69,7 @@ def described(launch: Launch, case: Case, prompts: list[list[int]], connector: d
         "model": str(tiny_llama()), "block_size": case.block, "eager": case.eager, "max_model_len": 2048,
         "blocks": None if case.sized else 5120 // case.block, "memory": 0.55 if case.sized else 0.9,
         "prefix_caching": case.prefix_caching, "prompts": prompts, "kv_transfer_config": connector,
+        "drive_fails_from": 1 if case.drive_fails else None,
         "additional_config": {} if case.sized else {"use_dynamic_kv_cache": False},
     }  # fmt: skip
 
@@ -147,6 +150,15 @@ def test_the_hooks_that_vllm_rbln_calls(case: Case, folder: Path) -> None:
     assert hooks.get("finalize_kv_cache_registration", 0) == (0 if case.eager else 1)
     # Compiled models have no hook a layer: layer-wise transfer cannot work.
     assert (hooks.get("save_kv_layer", 0) > 0) == case.eager
+
+
+def test_a_failed_read_is_computed_again(folder: Path) -> None:
+    """Direct storage promises a hit before it has read it; the page's JSON doesn't say what to do when that fails."""
+    seen = run(Case(block=128, launch=DIRECT, drive_fails=True), folder)
+    first, second = seen["answers"]
+    assert first["tokens"] == second["tokens"]
+    assert "RDS batched read failed" in "\n".join(seen["log"])
+    assert (seen["pages"]["loaded"], seen["pages"]["wrong"]) == (0, [])
 
 
 def test_prefix_caching_by_sub_blocks_and_the_vendors_own_json(folder: Path, tmp_path: Path) -> None:
