@@ -5,7 +5,7 @@ It needs the package mooncake-transfer-engine-non-cuda, and libraries that pip d
 
 from __future__ import annotations
 
-import ctypes.util
+import ctypes
 import importlib.util
 import json
 import os
@@ -22,15 +22,23 @@ from kvstow.store.mooncake.options import P2P, MooncakeOptions
 from kvstow.testing.redis_server import free_port, until
 
 HOST: Final = "127.0.0.1"
-LIBRARIES: Final = {"ibverbs": "libibverbs1", "numa": "libnuma1", "curl": "libcurl4"}
+LIBRARIES: Final = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 
 
 def missing() -> str | None:
     """Why Mooncake can't be used here, and what to install; None: it can."""
     if importlib.util.find_spec("mooncake") is None:
         return "Mooncake's client isn't installed: pip install 'kvstow[mooncake]'"
-    packages = [package for name, package in LIBRARIES.items() if ctypes.util.find_library(name) is None]
+    packages = [package for name, package in LIBRARIES.items() if not _loads(name)]
     return f"Mooncake's client needs libraries: apt-get install {' '.join(packages)}" if packages else None
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def quiet() -> None:
