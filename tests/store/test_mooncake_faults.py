@@ -45,8 +45,9 @@ class Kept:
 
 
 def test_a_master_that_is_absent_is_unavailable_and_used_when_it_comes(tmp_path: Path) -> None:
-    server = MooncakeServer(tmp_path, LENT)
-    store = open_store(server.master)
+    """This one serves the metadata too; the others' clients find each other without."""
+    server = MooncakeServer(tmp_path, LENT, metadata=True)
+    store = open_store(server.master, metadata=server.metadata)
     for work in (store.ping, lambda: store.contains([make_key(0)]), lambda: write_one(store, make_key(0), b"x")):
         with pytest.raises(StoreUnavailable, match="refused"):
             work()
