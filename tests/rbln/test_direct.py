@@ -1,104 +1,117 @@
-"""Direct storage over RDS on the emulated device, its copies on the device included. Emulated: no NPU, no NVMe."""
+"""Direct storage's engine `rds` over the emulated one: the RBLN device's pages to NVMe and back without the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from kvstow import build
-from kvstow.device.base import Device
+from kvstow.device.base import Transfer
 from kvstow.device.rbln.device import RblnDevice
+from kvstow.device.rbln.staging import DeviceStaging
+from kvstow.direct import rds as media
+from kvstow.direct.base import Extent
+from kvstow.errors import FrameError
+from kvstow.layout import HEADER_BYTES, Place, Span, align_up
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.settings import Direct, Settings
-from kvstow.testing.kv_layouts import Built, Shape
-from tests.direct.rig import BLOCKS, BLOCKS_PER_CHUNK, Rank, Rig, shuffled
+from kvstow.testing.kv_layouts import Built, Shape, block_bytes, fill
 from tests.rbln import emulator, layouts
 
-
-class RblnRank(Rank):
-    torch_device = "rbln"
-
-    def build(self, shape: Shape) -> Built:
-        return layouts.blocks_first(Shape(blocks=shape.blocks, device="rbln"))
-
-    def make_device(self) -> Device:
-        return RblnDevice(ThreadExecutor("copy"), SystemClock(), block_axis=0)
+TAG = b"t" * 32
 
 
-class RblnRig(Rig):
-    make_rank: ClassVar[type[Rank]] = RblnRank
+class Rig:
+    """A device over three layers, one staging area, and the media with ``api``."""
+
+    def __init__(self, api: tuple[Any, Any]) -> None:
+        self.built: Built = layouts.blocks_first(Shape(layers=3, blocks=6, tokens=64, device="rbln"))
+        fill(self.built, seed=4)
+        self.device = RblnDevice(ThreadExecutor("copy"), SystemClock())
+        [pages] = self.device.attach(self.built.caches, [self.built.specs])
+        self.length = pages.block_bytes
+        self.staging = DeviceStaging(self.device, torch.device("rbln", 0), 1, align_up(self.length))
+        [self.area] = self.staging.areas
+        size = HEADER_BYTES + align_up(self.length)
+        self.media = media.RdsMedia(api, 0, 0, [self.area], size, sample=1 << 30)  # payloads are not checked by sample
+        self.extent = Extent(size, self.length, TAG)  # the second slot: the first one's payload is always sampled
+        self.tickets = 0
+
+    def copy(self, block: int, *, load: bool) -> None:
+        start = self.device.copy_in if load else self.device.copy_out
+        self.tickets += 1
+        start(self.tickets, [Transfer(Place("pool", (Span(self.staging.use(0), self.length),)), [block])])
+        self.device.fence([self.tickets])
+        assert [ended.failed for ended in self.device.finished()] == [()]
+
+    def there_and_back(self, source: int, target: int) -> bool:
+        """Whether ``target`` then has ``source``'s bytes. In between the staging area is used for something else."""
+        expected = [block_bytes(self.built, name, source) for name in self.built.specs]
+        self.copy(source, load=False)
+        self.media.write(0, self.extent)
+        self.area.payload.put(b"\x11" * self.area.payload.tensor.nbytes)
+        sys.modules["rebel._C"].vmem.sync_to_device(self.area.payload.address)  # type: ignore[attr-defined]
+        self.media.read(0, self.extent)
+        self.copy(target, load=True)
+        return [block_bytes(self.built, name, target) for name in self.built.specs] == expected
+
+    def close(self) -> None:
+        self.media.close()
+        self.device.close()
 
 
 @pytest.fixture
-def drive(drive: emulator.Drive) -> Iterator[emulator.Drive]:
+def api(drive: emulator.Drive) -> tuple[Any, Any]:
     drive.fail = None
-    yield drive
-    drive.fail = None
+    return media.load()
 
 
-def rds(ranks: int = 1, **direct: object) -> Rig:
-    return RblnRig(None, ranks, engine="rds", staging_size=ranks * (1 << 20), **direct)
+def without(api: tuple[Any, Any], name: str, *, size: int) -> tuple[Any, Any]:
+    """The same, but ``name`` is forgotten for areas of ``size`` bytes."""
+    rds, vmem = api
+    original = getattr(rds if hasattr(rds, name) else vmem, name)
+
+    def sometimes(address: int) -> None:
+        [buffer] = vmem.get_device_buffers(address)
+        if buffer.size != size:
+            original(address)
+
+    parts = [SimpleNamespace(**{**vars(part), name: sometimes}) for part in api]
+    return parts[0], parts[1]
 
 
-def test_emulated_round_trips_under_shuffled_blocks(drive: emulator.Drive) -> None:
-    rig = rds(ranks=2)
-    assert rig.ref.engine == "rds"
-    count = BLOCKS // BLOCKS_PER_CHUNK // 2
-    chunks, targets = dict(enumerate(shuffled(count, 1))), dict(enumerate(shuffled(count, 2)))
-    before = [{n: rank.bytes_of(blocks) for n, blocks in chunks.items()} for rank in rig.ranks]
-    assert [(end.failed, end.error) for end in rig.store(chunks)] == [((), None)] * 2
-    assert [(end.failed, end.error) for end in rig.load(targets)] == [((), None)] * 2
-    for rank, bytes_of in zip(rig.ranks, before, strict=True):
-        assert {n: rank.bytes_of(blocks) for n, blocks in targets.items()} == bytes_of
-    rig.close()
-
-
-def test_emulated_payloads_do_not_pass_the_host(drive: emulator.Drive) -> None:
-    rig = rds()
-    chunks = {n: blocks for n, blocks in enumerate(shuffled(9, 3)) if n}  # slot 0 is the sample that is checked
-    rig.store({0: (0, 1)})
-    rig.store(chunks)
+def test_a_block_goes_to_nvme_and_back_without_the_host(api: tuple[Any, Any]) -> None:
+    rig = Rig(api)
     emulator.reset_counters()
-    rig.load({n: blocks for n, blocks in enumerate(shuffled(9, 4)) if n})
-    copies = emulator.copies()
-    pages = len(chunks) * 2  # each header page is looked at before and after
-    assert copies["d2h.bytes"] == pages * 4096
-    assert copies.get("h2d.bytes", 0) == 0
-    assert copies.get("d2d.strided", 0) == 0
+    assert rig.there_and_back(4, 1)
+    moved = {name: value for name, value in emulator.copies().items() if name.endswith(".strided")}
+    assert moved == {}
     rig.close()
 
 
-def test_emulated_failures_say_what_users_are_told_to_look_for(drive: emulator.Drive) -> None:
-    rig = rds()
-    rig.store({1: (0, 1)})
-    drive.fail = "SYS_EIO: emulated"
-    [end] = rig.store({2: (2, 3)})
-    assert end.failed == (0,)
-    assert "RDS batched write failed for 1 keys" in str(end.error)
-    [end] = rig.load({1: (4, 5)})
-    assert end.failed == (0,)
-    assert "RDS batched read failed" in str(end.error)
-    assert rig.found(1, 2) == []
+@pytest.mark.parametrize("name", ["sync_to_device", "mark_device_updated"])
+def test_what_is_forgotten_for_a_payload_gives_wrong_bytes(api: tuple[Any, Any], name: str) -> None:
+    """That the product's own calls are what makes the test above pass."""
+    size = align_up(layouts_page_bytes())
+    rig = Rig(without(api, name, size=size))
+    assert not rig.there_and_back(4, 1)
     rig.close()
 
 
-def test_emulated_drive_that_is_full_makes_room(drive: emulator.Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = rds(size=None)
-    monkeypatch.setattr(drive, "size", drive._used + 3 * rig.ref.geometry.extent_bytes[0])
-    blocks = shuffled(8, 5)
-    rig.store(dict(enumerate(blocks[:3])))
-    [end] = rig.store({3: blocks[3]})
-    assert "RDS batched write failed for 1 keys: CopyError: SYS_ENOSPC" in str(end.error)
-    [end] = rig.store({3: blocks[3]})
-    assert end.failed == ()
-    assert rig.found(*range(4)) == [1, 2, 3]
+@pytest.mark.parametrize("name", ["sync_to_device", "mark_device_updated"])
+def test_what_is_forgotten_for_a_header_page_is_noticed(api: tuple[Any, Any], name: str) -> None:
+    rig = Rig(without(api, name, size=HEADER_BYTES))
+    rig.copy(4, load=False)
+    rig.media.write(0, rig.extent)
+    rig.area.page.put(b"\x33" * HEADER_BYTES)
+    with pytest.raises(FrameError):
+        rig.media.read(0, rig.extent)
     rig.close()
 
 
-def test_auto_takes_rds_where_there_is_one(drive: emulator.Drive) -> None:
-    from kvstow.build.direct import choose
-
-    assert choose(Settings(direct=Direct(engine="auto", path=("/nvme",)))) == "rds"
-    assert build.load_rds()
+def layouts_page_bytes() -> int:
+    """Bytes of a block over the rig's three layers."""
+    spec = next(iter(layouts.blocks_first(Shape(layers=1, blocks=1, tokens=64, device="rbln")).specs.values()))
+    return 3 * spec.page_bytes
