@@ -101,8 +101,10 @@ class MooncakeServer:
             return True
 
     def pause(self) -> None:
+        """The master; all of its threads have stopped then."""
         assert self._master is not None
         self._master.send_signal(signal.SIGSTOP)
+        os.waitpid(self._master.pid, os.WUNTRACED)
 
     def resume(self) -> None:
         assert self._master is not None
