@@ -235,10 +235,13 @@ def connector_of(config: VllmConfig, kv_config: KVCacheConfig, role: KVConnector
 
 def build_stack(
     shape: Shape, seed: int = 0, *, connector: KVStowConnector | None = None, config: VllmConfig | None = None,
-    fails: Fails | None = None, fetch_deadline_s: float = 0.05, adapter_of: Any = lambda lora: 0,
+    fails: Fails | None = None, fetch_deadline_s: float | None = 0.05, fetch_min_tokens: int | None = 0,
+    adapter_of: Any = lambda lora: 0,
     make_tiers: Any = None, pages_of: Any = Pages,
 ) -> Stack:
-    """``connector``: the scheduler's, already built by vLLM; else one is made. ``make_tiers`` gives other lower tiers
+    """``fetch_min_tokens`` 0: whatever a lower tier has is loaded; None: as learned.
+
+    ``connector``: the scheduler's, already built by vLLM; else one is made. ``make_tiers`` gives other lower tiers
     than the shape's, from what a ``Tier`` needs and the list of executors to add to."""
     config = config or vllm_config(shape)
     kv_config = kv_cache_config(shape)
@@ -260,7 +263,7 @@ def build_stack(
         tiers = make_tiers(background, layout=layout, clock=clock, metrics=metrics)
     engine = Engine(
         pool=pool, policy=LRU(), tiers=tiers, layout=layout, clock=clock, metrics=metrics, sealer=sealer,
-        fetch_deadline_s=fetch_deadline_s,
+        fetch_deadline_s=fetch_deadline_s, fetch_min_tokens=fetch_min_tokens,
     )
     namespace = Namespace.from_fields({"model": "tiny"})
     rules = Rules(shape.block, shape.block, shape.chunk, shape.save_decode, shape.lookahead)

@@ -22,7 +22,8 @@ def run_seed(seed: int, *, direct: pytest.MonkeyPatch | None = None) -> tuple[St
     fixed = {"direct_areas": rng.choice((2, 3, 8)), "lower_tier": False} if direct else {}
     shape = random_shape(rng, async_scheduling=False, block=16, defer_save=drafts > 0, **fixed)
     chance = rng.choice((0.0, 0.0, 0.15))
-    stack = build_stack(shape, seed, fails=random_failures(rng, chance))
+    fetch = {"fetch_min_tokens": None, "fetch_deadline_s": None} if seed % 3 == 0 else {}  # as learned
+    stack = build_stack(shape, seed, fails=random_failures(rng, chance), **fetch)
     if direct:
         disk_fails = rng.choice((0.0, 0.02, 0.2))
         open_direct = opener(stack.clock, stack.background, [], random.Random(seed), disk_fails)

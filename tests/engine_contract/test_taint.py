@@ -179,7 +179,7 @@ def test_nothing_tainted_passes_for_exact(seed: int) -> None:
 
 def test_lossy_chunks_are_loaded_and_taint() -> None:
     """The random tests would pass if nothing lossy were ever loaded: this one does not."""
-    worlds = [run_seed(seed, prefix_caching=True, pool_slots=6) for seed in range(8)]
+    worlds = [run_seed(seed, prefix_caching=True, pool_slots=6) for seed in range(24)]
     assert sum(world.lossy_loads for world in worlds) > 50
     assert sum(world.tainted for world in worlds) > 15
     for world in worlds:
