@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from kvstow.settings.sections.kinds import PATHS, SIZE
 
-FILE_STAGING_BYTES: Final = 64 << 20  # a rank: what stays in a processor's cache is faster than more of it
+FILE_STAGING_BYTES: Final = 256 << 20  # a rank: what moves between two steps of the engine, of 50 ms and more
 RDS_STAGING_BYTES: Final = 2048 << 20  # a rank: rds_buffer_size of the RBLN documentation
 
 
@@ -44,7 +44,7 @@ class Direct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             extra={"kind": SIZE},
             description="Memory through which KV passes, all ranks together: host memory with `file`, the device's "
-            "with `rds`. Unset: of each rank 64MiB with `file`, 2GiB with `rds`, or four chunks if that is more.",
+            "with `rds`. Unset: of each rank 256MiB with `file`, 2GiB with `rds`, or four chunks if that is more.",
         ),
     ] = None
     max_chunks: Annotated[
