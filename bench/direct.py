@@ -175,6 +175,7 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
         result[f"{name}_cpu_s_per_gb"] = statistics.median(cpu for _, cpu in kept) / gigabytes
     for what in ("read", "write"):
         result[f"{what}_over_raw"] = result[f"direct_{what}_gb_s"] / result[f"raw_{what}_gb_s"]
+        result[f"media_{what}_over_raw"] = result[f"media_{what}_gb_s"] / result[f"raw_{what}_gb_s"]
     return result
 
 
@@ -204,6 +205,8 @@ def table(result: dict[str, Any]) -> Table:
         view.add_row(name, *(f"{cell:.2f}" for cell in cells))
     cpu = [f"{direct[f'disk_{what}_cpu_s_per_gb']:.2f}" for what in ("read", "write")]
     view.add_row("disk tier", "", cpu[0], "", cpu[1])
+    media = [f"{direct[f'media_{what}_over_raw']:.2f}" for what in ("read", "write")]
+    view.add_row("media / raw", media[0], "", media[1], "")
     view.add_row("direct / raw", f"{direct['read_over_raw']:.2f}", "", f"{direct['write_over_raw']:.2f}", "")
     return view
 
