@@ -1,12 +1,13 @@
 """Direct storage on files against raw I/O: the same file, the same I/O size and depth, sides alternating, medians.
 
 Raw is preadv or pwritev with O_DIRECT between aligned memory and the file's extents, and nothing else. Direct storage
-is a worker's whole path: pages are copied to staging and checksummed, header pages made and checked, threads fed by a
-loop like the engine's. The extents that are read were written in the same round; direct I/O has no cache to be cold.
+is what ``bench.disk`` measures of the disk tier: between staging and extents, checksums and header pages included;
+``disk_*_cpu_s_per_gb`` are that bench's in the same run. The extents that are read were written in the same round;
+direct I/O has no cache to be cold.
 
-``media_*`` leave the pages out: between staging and extents alone, checksums and header pages included. Their CPU time
-is what compares with the disk tier's, ``disk_*_cpu_s_per_gb`` of ``bench.disk`` in the same run of this part, which
-ends at the pool's slots.
+``pages_*`` are a worker's whole path, copies between staging and the engine's pages included, with threads fed by a
+loop like the engine's. The disk tier's path has such copies too, between the pool and the pages, which its bench does
+not count either.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def media_works(media: Media, leases: Sequence[Lease], slots: Sequence[memoryvie
         place = places[chunk]
         io(areas[id(slot)], Extent(*place.spans[0], place.tag))
 
-    return {"media_read": partial(move, media.read), "media_write": partial(move, media.write)}
+    return {"direct_read": partial(move, media.read), "direct_write": partial(move, media.write)}
 
 
 def measure(folder: Path, rounds: int) -> dict[str, float]:
@@ -148,16 +149,16 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
     pool, raw, media = bench.disk.Pool(frames.slots), raw_works(subject, fd), build.file_media(subject.ref, 0)
     sides: dict[str, Callable[[], tuple[float, float]]] = {
         "raw_write": partial(pool.run, raw["write"]),
-        "direct_write": subject.write,
+        "pages_write": subject.write,
         "raw_read": partial(pool.run, raw["read"]),
-        "direct_read": subject.read,
+        "pages_read": subject.read,
     }
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in (*sides, "media_read", "media_write")}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in (*sides, "direct_read", "direct_write")}
     for round_ in range(rounds + FIRST_ROUNDS_DROPPED):
         for what in ("write", "read"):
             if what == "read":
                 subject.write()  # raw writes left noise in the extents
-            for name in bench.disk.rotated((f"raw_{what}", f"direct_{what}"), round_):
+            for name in bench.disk.rotated((f"raw_{what}", f"pages_{what}"), round_):
                 took[name].append(sides[name]())
         leases = subject.engine.hold("bench", subject.keys())
         for name, work in media_works(media, leases, frames.slots).items():
@@ -175,7 +176,7 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
         result[f"{name}_cpu_s_per_gb"] = statistics.median(cpu for _, cpu in kept) / gigabytes
     for what in ("read", "write"):
         result[f"{what}_over_raw"] = result[f"direct_{what}_gb_s"] / result[f"raw_{what}_gb_s"]
-        result[f"media_{what}_over_raw"] = result[f"media_{what}_gb_s"] / result[f"raw_{what}_gb_s"]
+        result[f"pages_{what}_over_raw"] = result[f"pages_{what}_gb_s"] / result[f"raw_{what}_gb_s"]
     return result
 
 
@@ -200,14 +201,14 @@ def table(result: dict[str, Any]) -> Table:
     view = Table(title=title, title_justify="left")
     for column in ("", "read GB/s", "CPU s/GB", "write GB/s", "CPU s/GB"):
         view.add_column(column, justify="right")
-    for name in ("raw", "media", "direct"):
+    for name in ("raw", "direct", "pages"):
         cells = (direct[f"{name}_{what}_{unit}"] for what in ("read", "write") for unit in ("gb_s", "cpu_s_per_gb"))
         view.add_row(name, *(f"{cell:.2f}" for cell in cells))
     cpu = [f"{direct[f'disk_{what}_cpu_s_per_gb']:.2f}" for what in ("read", "write")]
     view.add_row("disk tier", "", cpu[0], "", cpu[1])
-    media = [f"{direct[f'media_{what}_over_raw']:.2f}" for what in ("read", "write")]
-    view.add_row("media / raw", media[0], "", media[1], "")
-    view.add_row("direct / raw", f"{direct['read_over_raw']:.2f}", "", f"{direct['write_over_raw']:.2f}", "")
+    for name, row in (("", "direct / raw"), ("pages_", "pages / raw")):
+        ratios = [f"{direct[f'{name}{what}_over_raw']:.2f}" for what in ("read", "write")]
+        view.add_row(row, ratios[0], "", ratios[1], "")
     return view
 
 
