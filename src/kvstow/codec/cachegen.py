@@ -31,7 +31,6 @@ RATES: Final = {"high": 0.35, "middle": 0.5, "low": 0.7}  # a step, in σ
 SINK: Final = (0.15, 0.1)  # energy of K, of V (or MLA's latent), over the median token's: less is a sink
 OUTLIER: Final = 6.0  # residual energy over the median: more is kept
 MEAN_PARTS: Final = 8
-_AT_ONCE: Final = 3  # segments: fewer, longer steps of numpy
 _LARGEST: Final = 127.0  # symbol
 _LARGEST_MEAN: Final = 32767.0  # in parts of a step
 
@@ -66,18 +65,16 @@ class CacheGen:
         require_lengths(payload, shape, out, self.max_encoded_bytes(shape))
         words = np.frombuffer(payload, shape.word).reshape(shape.layers, -1)
         writer, packer = Writer(out, self.kind, shape, _streams(shape)), Packer()
-        values = np.empty(_AT_ONCE * segment_numbers(shape), np.float32)
-        room = np.empty(_AT_ONCE * segment_numbers(shape), np.int8)
+        values = np.empty(segment_numbers(shape), np.float32)
+        room = np.empty(segment_numbers(shape), np.int8)
         sides: list[_Side] = []
-        runs = list(segments(shape))
-        for group in (runs[at : at + _AT_ONCE] for at in range(0, len(runs), _AT_ONCE)):
-            mine = words[group[0].start : group[-1].stop].reshape(-1)
-            symbols, ends = room[: len(mine)], [(one.stop - group[0].start) * shape.layer_numbers for one in group]
+        for segment in segments(shape):
+            mine = words[segment.start : segment.stop].reshape(-1)
+            symbols = room[: len(mine)]
             with np.errstate(all="ignore"):  # what is not finite, or too large to square, is kept
                 widen(mine, shape.dtype, values[: len(mine)])
                 sides.append(self._quantise(values[: len(mine)], shape, symbols))
-            for part in np.split(symbols.view(np.uint8), ends[:-1]):
-                writer.add_packed(packer, part)
+            writer.add_packed(packer, symbols.view(np.uint8))
         steps, means, kept = (np.concatenate(parts) for parts in zip(*sides, strict=True))
         writer.add(steps.astype("<f4"))
         by_byte = means.astype("<i2").reshape(-1).view(np.uint8)
