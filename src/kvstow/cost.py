@@ -124,8 +124,9 @@ class Costs:
             self._decode.observe(seconds)
             return
         self._prefill_tokens += prefill_tokens
-        weight = min(MAX_WEIGHT, prefill_tokens / PREFILL_WEIGHT_TOKENS)
-        self._prefill.observe(prefill_tokens, max(0.0, seconds - self._decode.seconds), weight)
+        if seconds > self._decode.seconds:  # else it tells nothing: other decodes than this step's were slower
+            weight = min(MAX_WEIGHT, prefill_tokens / PREFILL_WEIGHT_TOKENS)
+            self._prefill.observe(prefill_tokens, seconds - self._decode.seconds, weight)
 
     @property
     def prefill_s(self) -> float | None:

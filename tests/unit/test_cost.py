@@ -67,6 +67,16 @@ def test_what_a_step_costs_anyway_is_not_the_prompts() -> None:
     assert costs.prefill_s == pytest.approx(1e-4, rel=0.1)
 
 
+def test_steps_shorter_than_those_of_decoding_do_not_make_computing_free() -> None:
+    costs = Costs(0, 16)
+    for _ in range(20):
+        costs.stepped(2048, 0.2)
+        costs.stepped(0, 0.02)
+    for _ in range(3):
+        costs.stepped(500, 0.015)
+    assert costs.prefill_s == pytest.approx(1e-4, rel=0.3)
+
+
 def test_what_a_step_costs_anyway_is_seen_without_decoding_too() -> None:
     costs = Costs(0, 16)
     for tokens in (100, 2000) * 20:
