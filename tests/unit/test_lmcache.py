@@ -454,3 +454,17 @@ def test_a_settings_error_names_the_sources_of_the_settings_in_it() -> None:
     assert str(error.value).endswith("or to auto (chunk_size is from LMCACHE_CHUNK_SIZE)")
     with pytest.raises(SettingsError, match=r"^disk\.size 1 is too little$"), effective.named():
         raise SettingsError("disk.size 1 is too little")
+
+
+@pytest.mark.parametrize("key", ["max_local_cpu_size", "max_local_disk_size", "blocking_timeout_secs"])
+@pytest.mark.parametrize("value", [10**400, 1e308, "1e300", "nan", "inf", "-1", "2e9"])
+def test_numbers_that_nothing_can_be_made_of_are_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=key):
+        parse_lmcache({}, {f"lmcache.{key}": value, "lmcache.local_disk": "/mnt"}, workers=2)
+
+
+@pytest.mark.parametrize("value", ["redis:hunter2@h:6379", ":hunter2@h", ["redis://:hunter2@h"], "foo://:hunter2@h"])
+def test_a_remote_url_that_is_none_is_refused_without_what_may_be_its_password(value: object) -> None:
+    with pytest.raises(SettingsError, match="remote_url") as error:
+        parse_lmcache({}, {"lmcache.remote_url": value}, workers=1)
+    assert "hunter2" not in str(error.value)

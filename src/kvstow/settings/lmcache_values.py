@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,10 +11,12 @@ from typing import Any, Final, NamedTuple
 from kvstow.errors import SettingsError
 from kvstow.settings.lmcache_keys import EXTRA_KEYS, EXTRA_MAPPED, KEYS, REMOTE_SCHEMES, Fate
 from kvstow.settings.sources import Note, nearest, shown
-from kvstow.settings.values import format_size, redact_url
+from kvstow.settings.values import MASK, format_size, redact_url
 
 GIB: Final = 1 << 30  # LMCache calls it GB
 MIB: Final = 1 << 20
+MAX_NUMBER: Final = 1e9  # GiB or seconds: more is a mistake
+URL_KEYS: Final = ("remote_url", "remote_storage_plugins")  # a password may be in what is written there
 DEFAULT_POOL_GIB: Final = 5.0
 DEFAULT_REDIS: Final = "redis://localhost:6379"
 RDS: Final = "RDSBackend"
@@ -80,7 +81,7 @@ class _Translator:
         return None if isinstance(value, str) and not value.strip() else value
 
     def _wrong(self, name: str, wanted: str, *, secret: bool = False) -> SettingsError:
-        value = "" if secret else f" = {shown(self._raw(name))}"
+        value = "" if secret or name in URL_KEYS else f" = {shown(self._raw(name))}"
         return SettingsError(f"LMCache's {name}{value} (from {self._source(name)}): expected {wanted}")
 
     def _source(self, name: str) -> str:
@@ -101,10 +102,10 @@ class _Translator:
         value = self._raw(name)
         try:
             number = default if value is None or isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise self._wrong(name, "a number") from None
-        if isinstance(value, bool) or not math.isfinite(number) or number < 0:
-            raise self._wrong(name, "a number from 0 up")
+        if isinstance(value, bool) or not 0 <= number <= MAX_NUMBER:
+            raise self._wrong(name, f"a number from 0 up to {MAX_NUMBER:g}")
         return number
 
     def _integer(self, name: str) -> int:
@@ -287,15 +288,18 @@ class _Translator:
             elif kind == "mooncakestore":
                 found.append((url or "mooncakestore://", "remote_storage_plugins"))
             else:
+                named = MASK if ":" in name else name  # a URL in the wrong place may have a password
                 raise SettingsError(
-                    f"LMCache's remote_storage_plugins (from {self._source('remote_storage_plugins')}) names {name}: "
+                    f"LMCache's remote_storage_plugins (from {self._source('remote_storage_plugins')}) names {named}: "
                     "kvstow has redis and mooncakestore; another store is a kvstow plug-in, see plugins.stores"
                 )
         return found
 
     def _remote(self, url: str, name: str) -> str:
         """The settings of the remote tier at ``url``. Returns its section."""
-        scheme, _, rest = url.partition("://")
+        scheme, separator, rest = url.partition("://")
+        if not separator:  # what it is isn't known, and a password may be in it
+            raise self._wrong(name, "a URL, such as redis://host:port", secret=True)
         if scheme not in REMOTE_SCHEMES:
             raise SettingsError(
                 f"LMCache's {name} (from {self._source(name)}): kvstow has no {scheme}:// tier "
@@ -351,7 +355,7 @@ class _Translator:
         return "mooncake"
 
     def _bytes_of_workers(self, each: object) -> int:
-        if isinstance(each, str) and each.isdigit():
+        if isinstance(each, str) and each.isdecimal() and len(each) < 20:
             each = int(each)
         if isinstance(each, bool) or not isinstance(each, int) or each < 0:
             raise SettingsError("LMCache's extra_config: global_segment_size: expected bytes, an integer from 0 up")
