@@ -23,6 +23,7 @@ FAILED: Final = "kvstow_failed_chunks_total"
 CORRUPT: Final = "kvstow_corrupt_chunks_total"
 EVICTED: Final = "kvstow_evicted_chunks_total"
 DEADLINE: Final = "kvstow_fetch_deadline_exceeded_total"
+DECISIONS: Final = "kvstow_fetch_decisions_total"
 STATE: Final = "kvstow_tier_state"
 CHUNK: Final = "kvstow_chunk_tokens"
 OPEN: Final = 2.0
@@ -41,6 +42,7 @@ class Code(StrEnum):
     NOT_ASKED = "not_asked"
     EVICTED = "evicted"
     DEADLINE = "fetch_deadline"
+    COMPUTED = "computed_instead"
     CORRUPT = "corrupt"
     BYPASSED = "tier_bypassed"
     MISSED = "missed"
@@ -128,11 +130,17 @@ def _not_found(seen: Seen, whole: Readings, second: Readings) -> Verdict:
     if not second.total(REQUESTED):
         fix = "kv_role must be kv_both (not kv_producer)"
         return Verdict(Code.NOT_ASKED, False, "the prompt was stored, and nobody asked for it again", fix)
+    decided = second.by(DECISIONS, "tier", "decision").items()
+    against = {key: count for key, count in decided if key.split()[-1] in ("short", "recompute")}
     causes = (
         (Code.FAILED, second.by(FAILED, "tier", "reason"), "transfers failed", "vLLM's log says why"),
         (Code.CORRUPT, second.by(CORRUPT, "tier"), "chunks came back damaged", "suspect the disk or the memory"),
         (Code.DEADLINE, second.by(DEADLINE, "tier"), "reading took too long", "set fetch.deadline_ms to more"),
         (Code.BYPASSED, dict(_open(seen.after)), "a tier is bypassed", "see `kvstow doctor`, and vLLM's log"),
+        (
+            Code.COMPUTED, against, "kvstow decided against loading it: computing is expected to be faster",
+            "a longer prompt (--prompt-tokens); fetch.min_tokens 0 loads always",
+        ),
         (Code.EVICTED, whole.by(EVICTED, "tier"), "chunks had to make room", "set memory.size to more"),
     )
     for code, found, what, fix in causes:
