@@ -57,8 +57,18 @@ class Places(NamedTuple):
     on_mounted: Callable[[], None]
 
 
+def _one_line(record: logging.LogRecord) -> bool:
+    """Request ids and errors are others' words: no line of the log may come out of them."""
+    text = record.getMessage()
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        record.msg, record.args = text, ()
+    return True
+
+
 def log_like_vllm() -> None:
     """vLLM configures its own logger only; kvstow's lines belong beside its, unless the user said else."""
+    logger.addFilter(_one_line)
     ours, theirs = logging.getLogger("kvstow"), logging.getLogger("vllm")
     if not ours.handlers and ours.level == logging.NOTSET and theirs.handlers:
         ours.handlers = list(theirs.handlers)

@@ -167,8 +167,8 @@ class WorkerSide:
             del self._storing[job.req_id]
 
     def _say(self, error: str) -> None:
-        logger.error("%s", error)
         if len(self._report.errors) < MAX_ERRORS_PER_STEP:
+            logger.error("%s", error)
             self._report.errors.append(error)
 
     def poll(self) -> None:
