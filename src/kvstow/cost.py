@@ -23,7 +23,8 @@ SLACK_S: Final = 0.2  # longest wait for a sign of life beyond twice the expecte
 SLACK_SHARE: Final = 0.25  # of the time to compute: what a wait for nothing may cost at most, beyond twice the expected
 ASSUMED_PREFILL_S: Final = 1 / 4000  # a prompt token on a fast engine, while nothing has been computed
 MIN_PREFILL_TOKENS: Final = 64  # observed before the rate of computing is believed
-PREFILL_WEIGHT_TOKENS: Final = 512  # a step of as many prompt tokens weighs 1: the tails of hits tell little
+PREFILL_WEIGHT_TOKENS: Final = 512  # a step of as many prompt tokens weighs 1, others by the square of theirs: what the
+# tails of hits say of a token's time is little, and mostly how long steps differ anyway
 MAX_WEIGHT: Final = 4.0
 
 
@@ -125,7 +126,7 @@ class Costs:
             return
         self._prefill_tokens += prefill_tokens
         if seconds > self._decode.seconds:  # else it tells nothing: other decodes than this step's were slower
-            weight = min(MAX_WEIGHT, prefill_tokens / PREFILL_WEIGHT_TOKENS)
+            weight = min(MAX_WEIGHT, (prefill_tokens / PREFILL_WEIGHT_TOKENS) ** 2)
             self._prefill.observe(prefill_tokens, seconds - self._decode.seconds, weight)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from kvstow.cost import SLACK_S, WIN, Costs, Line, Mean
@@ -164,3 +166,17 @@ def test_patience() -> None:
     assert costs.patience_s(0.001, 0.1) == 0.025
     assert costs.patience_s(0.08, 0.1) == 0.1
     assert 0 < WIN < 1
+
+
+def test_noisy_tails_of_hits_do_not_make_computing_seem_free() -> None:
+    """Nor thousands of them in a row: what they say of a token's time is mostly how long steps differ anyway."""
+    costs, noise = Costs(1, 128), Random(1)
+    for _ in range(20):
+        costs.stepped(0, 0.02)
+    for _ in range(5):
+        costs.stepped(2048, 0.02 + 2048 * 1e-4)
+    for _ in range(3000):
+        costs.stepped(10, max(1e-4, 0.02 + 10e-4 + noise.gauss(0, 0.003)))
+        costs.stepped(0, max(1e-4, 0.02 + noise.gauss(0, 0.003)))
+    assert costs.prefill_s is not None
+    assert 0.5e-4 < costs.prefill_s < 2e-4
