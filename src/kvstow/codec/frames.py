@@ -17,7 +17,7 @@ from kvstow import frame
 from kvstow.codec.base import Codec
 from kvstow.codec.container import Kind
 from kvstow.codec.shape import KVShape
-from kvstow.errors import FrameError
+from kvstow.errors import FrameError, UnsupportedError
 from kvstow.frame import RAW, FrameHeader, PayloadChecksum
 from kvstow.layout import ALIGN, HEADER_BYTES, ChunkLayout, align_up
 
@@ -100,6 +100,11 @@ class FrameCoder:
             raise FrameError(f"codec {header.codec_id} with parameters {header.codec_parameters.hex()} is not known")
         if codec.lossy and not header.lossy:
             raise FrameError(f"codec {codec.name} is lossy, and the frame says that it is exact")
+        try:
+            for shape in self._shapes[header.key.group]:
+                codec.check(shape)
+        except UnsupportedError as error:
+            raise FrameError(f"a frame that codec {codec.name} can't have made: {error}") from error
         coded = self._buffer()[: header.frame_length]
         coded[:] = slot[: header.frame_length]
         for span, shape, place in zip(header.spans, self._shapes[header.key.group], group.spans(), strict=True):

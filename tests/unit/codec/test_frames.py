@@ -16,9 +16,9 @@ from kvstow import frame
 from kvstow.codec import choose
 from kvstow.codec.container import Kind
 from kvstow.codec.frames import FrameCoder
-from kvstow.codec.shape import KVShape
+from kvstow.codec.shape import DTYPES, KVShape
 from kvstow.errors import FrameError, UnsupportedError
-from kvstow.layout import HEADER_BYTES
+from kvstow.layout import HEADER_BYTES, ChunkLayout, GroupLayout
 from tests.unit.codec.kv import (
     CODED,
     FRAME_BYTES,
@@ -35,6 +35,14 @@ from tests.unit.codec.kv import (
 )
 
 KEY = b"k" * 32
+
+
+def refuses(name: str, shape: KVShape) -> bool:
+    try:
+        choose.codec(name).check(shape)
+    except UnsupportedError:
+        return True
+    return False
 
 
 def coded(name: str, seed: int, integrity_key: bytes | None = None) -> memoryview:
@@ -173,6 +181,40 @@ def test_headers_that_do_not_fit_the_layout_or_the_codec_are_frame_errors(name: 
 def test_a_lossy_frame_that_calls_itself_exact_is_a_frame_error() -> None:
     with pytest.raises(FrameError, match="says that it is exact"):
         restored(forged(coded("cachegen", 1), lossy=False))
+
+
+REFUSED = [
+    (name, shape)
+    for name in CODED
+    for shape in (
+        *(KVShape(dtype, 2, 2, 2, 2, 32, 32, "hnkc") for dtype in DTYPES),
+        *(KVShape.unknown(dtype, 16384) for dtype in DTYPES),
+    )
+    if refuses(name, shape)
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), REFUSED)
+def test_a_frame_of_a_codec_that_refuses_this_kv_is_a_frame_error(name: str, shape: KVShape) -> None:
+    """Whoever can write to a tier may name any codec; what the codec would do with such KV is nobody's business."""
+    layout = ChunkLayout((GroupLayout(64, 1, (shape.nbytes,)),))
+    group, codec = layout.groups[0], choose.codec(name)
+    raw = memoryview(bytearray(layout.max_frame_bytes))
+    frame.seal(raw, key(1), group, 64, b"", 0.0)
+    parameters = bytes([codec.kind.version]) + codec.kind.parameters
+    data = forged(raw, lossy=codec.lossy, codec_id=codec.kind.codec_id, codec_parameters=parameters)
+    reader = FrameCoder(choose.codec("lossless"), layout, [[shape]], choose.known)
+    slot = memoryview(bytearray(layout.max_frame_bytes))
+    slot[: len(data)] = data
+    header = frame.check(slot, len(data), key(1), group, coded=True)
+    with pytest.raises(FrameError, match=r"can't have made.*use lossless"):
+        reader.decode(slot, header)
+
+
+def test_every_lossy_codec_refuses_bytes_and_what_is_not_known() -> None:
+    lossy = {name for name in CODED if choose.codec(name).lossy}
+    assert {name for name, _ in REFUSED} == lossy
+    assert len(REFUSED) == len(lossy) * 5
 
 
 @pytest.mark.parametrize("name", CODED)
