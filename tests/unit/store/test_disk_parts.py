@@ -29,7 +29,7 @@ def victims(index: Index) -> list[int]:
 @pytest.mark.parametrize("published", [None, 0, 123_456_789, 1 << 62])
 @pytest.mark.parametrize("processes", [0, 1, 4, MAX_PROCESSES])
 def test_a_page_is_read_as_it_was_written(published: int | None, processes: int) -> None:
-    book = Book(b"i" * 16, published, 7, 8, {i.to_bytes(16, "big"): i << 20 for i in range(processes)})
+    book = Book(b"i" * 16, published, 7, 8, {i.to_bytes(16, "big"): i << 20 for i in range(processes)}, 65535)
     page = book.pack()
     assert len(page) == PAGE_BYTES
     assert Book.unpack(page) == book

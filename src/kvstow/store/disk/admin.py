@@ -84,13 +84,13 @@ class DataDirectory:
 
         def found(namespace: bytes, chunks: list[Any]) -> None:
             nonlocal removed, freed
-            size = 0
+            size, epoch = 0, self._mount.ledger.epoch
             for chunk in chunks:
                 if chosen(namespace.hex(), chunk.used_s):
                     got = remove_chunk(self._mount, namespace, chunk.digest)
                     removed += got > 0
                     size += got
-            self._mount.ledger.remove(size)
+            self._mount.ledger.remove(size, epoch)
             freed += size
 
         with faults(f"removing chunks in {self.path}"):

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import CDLL, addressof, c_char, get_errno
 from typing import Final
 
@@ -20,7 +21,7 @@ READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  
 CREATE_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 RENAME_NOREPLACE: Final = 1
-_renameat2: Final = CDLL(None, use_errno=True).renameat2  # glibc has it since 2.28; releases the GIL
+_renameat2: Final = getattr(CDLL(None, use_errno=True), "renameat2", None)  # in glibc since 2.28; releases the GIL
 
 
 class Fd:
@@ -63,9 +64,7 @@ def write_all(fd: int, parts: Sequence[Buffer]) -> int:
     return length
 
 
-def _move(
-    call: Callable[[int, Sequence[Buffer], int], int], fd: int, parts: Sequence[Buffer], start: int = 0
-) -> int:
+def _move(call: Callable[[int, Sequence[Buffer], int], int], fd: int, parts: Sequence[Buffer], start: int = 0) -> int:
     """Repeat ``call`` until all is moved or nothing moves. Returns the bytes moved."""
     left = [part for part in parts if len(part)]
     at = start
@@ -82,11 +81,13 @@ def _move(
 
 def rename_new(root: int, source: str, target: str) -> None:
     """Give a file a name that nothing has. Raises ``FileExistsError`` or another ``OSError``. In one call where the
-    filesystem can."""
-    code = _renameat2(root, source.encode(), root, target.encode(), RENAME_NOREPLACE) and get_errno()
+    filesystem and the C library can. Where they can't, a ``source`` that won't go stays until its process is reaped."""
+    arguments = (root, source.encode(), root, target.encode(), RENAME_NOREPLACE)
+    code = _renameat2(*arguments) and get_errno() if _renameat2 else errno.ENOSYS
     if code in (errno.EINVAL, errno.ENOSYS):
         os.link(source, target, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
-        os.unlink(source, dir_fd=root)
+        with suppress(OSError):
+            os.unlink(source, dir_fd=root)
     elif code:
         raise OSError(code, os.strerror(code), target)
 

@@ -7,12 +7,16 @@ process reserves before it creates a file, so their sum is never less than what 
 - killed between publishing and saying so: the reservation becomes what was published;
 
 and ``reconcile`` takes the surplus away. A process reserves some ahead, and says only when it reserves again what
-became of it, so that most writes don't touch the page at all: to others those bytes stay reserved. A page that isn't
-whole (a machine crash) is started anew as *unknown*: nothing can be reserved until a scan has counted what is there.
+became of it, so that most writes don't touch the page at all: to others those bytes stay reserved. Removals are said
+late too. A count may have noticed them by then, so each count that is taken over begins an *epoch*, and what was
+removed in an earlier one is not subtracted any more: what the count had not noticed stays as surplus for the next.
+A page that isn't whole (a machine crash) is started anew as *unknown*: nothing can be reserved until a scan has counted
+what is there.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -34,10 +38,11 @@ MAX_AHEAD_BYTES: Final = 64 << 20  # some 16 chunks
 AHEAD_SHARE: Final = 256
 LOCK_TRIES: Final = 500  # of 2 ms: the lock is held for microseconds, so a second means a holder that is stopped
 LOCK_WAIT_S: Final = 0.002
-_HEAD: Final = struct.Struct("<8sII16sQQQ")  # magic, CRC32 of what follows it, processes, id, published, added, removed
+_HEAD: Final = struct.Struct("<8sIHH16sQQQ")  # magic, CRC32 of what follows, processes, epoch, id, Book's counts
 _BODY_AT: Final = 12
 _SLOT: Final = struct.Struct(f"<{TOKEN_BYTES}sQ")
 MAX_PROCESSES: Final = (PAGE_BYTES - _HEAD.size) // _SLOT.size
+_EPOCHS: Final = 1 << 16  # then they begin again: nobody keeps a removal to himself for as many counts
 _UNKNOWN: Final = (1 << 64) - 1
 
 
@@ -50,6 +55,7 @@ class Book:
     added_bytes: int = 0
     removed_bytes: int = 0
     reserved: dict[bytes, int] = field(default_factory=dict)  # by token, of each process
+    epoch: int = 0  # counts taken over so far
 
     @property
     def used_bytes(self) -> int | None:
@@ -67,11 +73,10 @@ class Book:
 
     def pack(self) -> bytes:
         published = _UNKNOWN if self.published_bytes is None else self.published_bytes
-        head = _HEAD.pack(
-            MAGIC, 0, len(self.reserved), self.id, published, self.added_bytes, self.removed_bytes
-        )
-        body = head[_BODY_AT:] + b"".join(_SLOT.pack(*slot) for slot in self.reserved.items())
-        body = body.ljust(PAGE_BYTES - _BODY_AT, b"\0")
+        counts = (published, self.added_bytes, self.removed_bytes)
+        head = _HEAD.pack(MAGIC, 0, len(self.reserved), self.epoch, self.id, *counts)
+        slots = b"".join(_SLOT.pack(*slot) for slot in self.reserved.items())
+        body = (head + slots).ljust(PAGE_BYTES, b"\0")[_BODY_AT:]
         return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
     @classmethod
@@ -79,11 +84,11 @@ class Book:
         """None: not a whole page of this format."""
         if len(page) != PAGE_BYTES or page[:8] != MAGIC:
             return None
-        _, crc, count, id_, published, added, removed = _HEAD.unpack_from(page)
+        _, crc, count, epoch, id_, published, added, removed = _HEAD.unpack_from(page)
         if crc != zlib.crc32(page[_BODY_AT:]) or count > MAX_PROCESSES:
             return None
         slots = (_SLOT.unpack_from(page, _HEAD.size + i * _SLOT.size) for i in range(count))
-        return cls(id_, None if published == _UNKNOWN else published, added, removed, dict(slots))
+        return cls(id_, None if published == _UNKNOWN else published, added, removed, dict(slots), epoch)
 
 
 class LedgerGone(StoreUnavailable):
@@ -106,6 +111,7 @@ class Ledger:
         self._ahead = 0  # reserved, and not given to any write
         self._settled = 0  # reserved as far as the page says, and published since
         self._removed = 0  # published as far as the page says, and removed since
+        self.epoch = 0  # of the page when it was last seen; read it before removing something
 
     def rounded(self, size: int) -> int:
         """What a file of ``size`` bytes takes."""
@@ -119,29 +125,31 @@ class Ledger:
         """
         if not self._threads.acquire(timeout=LOCK_TRIES * LOCK_WAIT_S):
             raise StoreUnavailable("the ledger's lock was not to be had")
+        file: Fd | None = None
         try:
-            file = self._locked(os.O_CREAT if fresh else 0)  # closing it unlocks
+            file = self._locked(os.O_CREAT if fresh else 0)
             page = os.pread(file.number, PAGE_BYTES, 0)
             book = Book.unpack(page) or (fresh() if fresh else None)
             if book is None:
                 raise LedgerGone("the ledger is not whole")
             yield book
-            changed = book.pack()
-            if changed != page:
-                self._write(file, changed)
-            del file
+            if (changed := book.pack()) != page:
+                self._write(file.number, changed)
+        except LedgerGone:
+            self._ahead = 0  # it is not, or no longer, in the page
+            raise
         finally:
+            file = None  # closing it unlocks, even while somebody keeps the error with its frames
             self._threads.release()
 
     @staticmethod
-    def _write(file: Fd, page: bytes) -> None:
+    def _write(file: int, page: bytes) -> None:
         """After a failure what this process holds is written off as published: it attaches under another token."""
         try:
-            whole = os.pwrite(file.number, page, 0) == PAGE_BYTES
+            if os.pwrite(file, page, 0) != PAGE_BYTES:
+                raise OSError(errno.EIO, "a page cut short")
         except OSError as error:
             raise LedgerGone(f"the ledger can't be written: {error}") from error
-        if not whole:
-            raise LedgerGone("the ledger was not written whole")
 
     def _locked(self, flags: int) -> Fd:
         flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -212,18 +220,18 @@ class Ledger:
             raise LedgerGone("this process is not in the ledger")
         book.reserved[self._token] = max(0, book.reserved[self._token] - self._settled)
         book.add(self._settled)
-        book.remove(self._removed)
-        self._settled = self._removed = 0
+        book.remove(self._removed if self.epoch == book.epoch else 0)
+        self._settled, self._removed, self.epoch = 0, 0, book.epoch
 
     def add(self, size: int) -> None:
         with self.book() as book:
             book.add(size)
 
-    def remove(self, size: int, unsaid_bytes: int = 0) -> None:
-        """So much is there no longer. The page hears of it when more than ``unsaid_bytes`` have gathered, or with what
-        it is told next."""
+    def remove(self, size: int, epoch: int, unsaid_bytes: int = 0) -> None:
+        """So much is there no longer; ``epoch`` is what it was before the first byte went. The page hears of it when
+        more than ``unsaid_bytes`` have gathered, or with what it is told next."""
         with self._threads:
-            self._removed += size
+            self._removed += size if self.epoch == epoch else 0
             if self._removed <= unsaid_bytes:
                 return
         self.look()
@@ -251,4 +259,5 @@ class Ledger:
             lowest = counted_bytes - (book.removed_bytes - before.removed_bytes) - sum(book.reserved.values())
             now = highest if book.published_bytes is None else book.published_bytes
             book.published_bytes = max(0, lowest, min(now, highest))
+            book.epoch = self.epoch = (book.epoch + 1) % _EPOCHS
         return book

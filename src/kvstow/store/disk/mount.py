@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -52,7 +53,7 @@ class Mount:
     lock: Fd
     ledger: Ledger
     ledger_id: bytes
-    serials: Iterator[int] = field(default_factory=count)
+    serials: Iterator[int] = field(default_factory=partial(count, 3))  # before are the lock's name, the probe's
     serials_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def temporary(self) -> str:
@@ -116,8 +117,7 @@ def attach(path: str, *, direct: bool = True, again: Mount | None = None) -> Mou
     lock = _take_lock(root, token.hex())
     ledger, book = _join(root, token)
     owner, works = _probe(root, f"{names.TMP}/{token.hex()}-1", direct)
-    serials = count(3)
-    mount = Mount(path, root, identity, owner, works, token.hex(), lock, ledger, book.id, serials)
+    mount = Mount(path, root, identity, owner, works, token.hex(), lock, ledger, book.id)
     reap(mount)
     return mount
 
@@ -126,7 +126,6 @@ def reap(mount: Mount) -> bool:
     """Take over the reservations of processes that are dead, and remove their temporary files. True: there were any."""
     root = mount.root
     with mount.ledger.book() as book:
-        mount.ledger.settle(book)
         locks = {token for name in _list(root, names.RUN) if (token := names.owner_of_lock(name))}
         slots = {token.hex() for token in book.reserved}
         temporaries = [(token, name) for name in _list(root, names.TMP) if (token := names.owner_of_temporary(name))]
@@ -138,6 +137,7 @@ def reap(mount: Mount) -> bool:
         for token in dead:
             book.add(book.reserved.pop(bytes.fromhex(token), 0))
             _unlink(root, names.lock_path(token))
+        mount.ledger.settle(book)  # last: whatever fails before leaves the page as it is
     return bool(dead)
 
 
@@ -185,8 +185,7 @@ def try_lock(root: Fd, path: str, flags: int = 0) -> Fd | None:
 
 
 def _join(root: Fd, token: bytes) -> tuple[Ledger, Book]:
-    unit = max(ALIGN, min(MAX_UNIT_BYTES, os.fstatvfs(root.number).f_frsize))
-    unit = unit // ALIGN * ALIGN
+    unit = max(ALIGN, min(MAX_UNIT_BYTES, os.fstatvfs(root.number).f_frsize)) // ALIGN * ALIGN
 
     def fresh() -> Book:
         """Of a directory without chunks it is known what is there."""

@@ -60,13 +60,11 @@ def digest_of(name: str) -> bytes | None:
 
 def owner_of_temporary(name: str) -> str | None:
     """Token of the process that made a temporary file; None: not one of ours."""
-    match = _TEMPORARY.fullmatch(name)
-    return match[1] if match else None
+    return match[1] if (match := _TEMPORARY.fullmatch(name)) else None
 
 
 def owner_of_lock(name: str) -> str | None:
-    match = _LOCK.fullmatch(name)
-    return match[1] if match else None
+    return match[1] if (match := _LOCK.fullmatch(name)) else None
 
 
 def is_quarantined(name: str) -> bool:

@@ -33,24 +33,19 @@ def shrink(mount: Mount, most_files: int, most_bytes: int) -> int:
         for entry in list_directory(mount.root, names.QUARANTINE)
         if names.is_quarantined(entry.name)
     )
-    total, freed = sum(size for _, _, size in held), 0
+    total, freed, epoch = sum(size for _, _, size in held), 0, mount.ledger.epoch
     while held and (len(held) > most_files or total > most_bytes):
         _, name, size = held.pop(0)
         total -= size
         freed += _drop(mount, f"{names.QUARANTINE}/{name}")
-    mount.ledger.remove(freed)
+    mount.ledger.remove(freed, epoch)
     return freed
 
 
 def _drop(mount: Mount, path: str) -> int:
     """Remove one thing. Directories only if they are empty: what is in them is not ours."""
     with suppress(OSError):
-        result = mount.kind(path)
-        if result is None:
-            return 0
-        if stat.S_ISDIR(result.st_mode):
-            os.rmdir(path, dir_fd=mount.root.number)
-            return 0
-        os.unlink(path, dir_fd=mount.root.number)
+        result = os.stat(path, dir_fd=mount.root.number, follow_symlinks=False)
+        (os.rmdir if stat.S_ISDIR(result.st_mode) else os.unlink)(path, dir_fd=mount.root.number)
         return allocated_bytes(result, mount.ledger)
     return 0

@@ -223,8 +223,9 @@ class Volume:
         with _At(self, "deleting") as mount:
             self._index.drop(digest)
             self._bad.pop(digest, None)
+            epoch = mount.ledger.epoch
             freed = remove_chunk(mount, namespace, digest)
-            mount.ledger.remove(freed, mount.ledger.ahead_bytes(self.limits.size_bytes))
+            mount.ledger.remove(freed, epoch, mount.ledger.ahead_bytes(self.limits.size_bytes))
 
     def set_aside(self, namespace: bytes, digest: bytes, why: str) -> None:
         """Quarantine a bad file. Where the filesystem is read-only it is remembered as bad instead."""
@@ -307,13 +308,13 @@ class Volume:
 
     def _evict(self, mount: Mount, wanted: int) -> int:
         """Remove what the policy chooses, quarantined files when it has nothing more. Returns the bytes freed."""
-        freed = 0
+        freed, epoch = 0, mount.ledger.epoch
         for _ in range(MAX_VICTIMS):
             victim = self._index.victim() if freed < wanted else None
             if victim is None:
                 break
             freed += remove_chunk(mount, *victim)
-        mount.ledger.remove(freed, freed + mount.ledger.ahead_bytes(self.limits.size_bytes))
+        mount.ledger.remove(freed, epoch, freed + mount.ledger.ahead_bytes(self.limits.size_bytes))
         return freed or shrink(mount, 0, 0)
 
     # --- background -----------------------------------------------------------------------------------------------

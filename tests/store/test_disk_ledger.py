@@ -1,0 +1,178 @@
+"""The ledger is never below what is on disk, however removals, counts and failing writes of its page meet."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow.errors import StoreUnavailable
+from kvstow.store.disk import files, quarantine, volume
+from kvstow.store.disk import mount as mounts
+from kvstow.store.disk.ledger import PAGE_BYTES, LedgerGone
+from kvstow.store.disk.mount import attach
+from kvstow.store.disk.store import DiskStore
+from kvstow.testing.store_suite import make_key
+from tests.store.disks import CHUNK, MIB, disk, holds, on_disk, put, temporaries
+
+SIZE = 1024 * MIB  # so that 4 MiB of removals may be unsaid
+
+
+def pair(path: Path, chunks: int = 20) -> tuple[DiskStore, DiskStore]:
+    """Two stores of a directory; the first has written, and said so."""
+    one, other = disk(path, size_bytes=SIZE), disk(path, size_bytes=SIZE)
+    assert all(put(one, make_key(i), i) for i in range(chunks))
+    assert one.used_bytes is not None
+    return one, other
+
+
+def counted(store: DiskStore) -> int:
+    [count] = store.scan()
+    assert count is not None
+    return count.bytes
+
+
+def used(store: DiskStore) -> int:
+    return store.used_bytes or 0
+
+
+def test_i1_removals_that_another_count_has_noticed_are_not_taken_off_again(tmp_path: Path) -> None:
+    one, other = pair(tmp_path)
+    before = used(other)
+    one.delete([make_key(i) for i in range(10)])
+    assert used(other) == before, "unsaid"
+    there = counted(other)
+    assert there <= before - 10 * CHUNK
+    assert used(one) == there, "one says now what the count knew"
+    one.delete([make_key(10)])
+    assert used(one) == there - CHUNK, "later removals count"
+    assert used(one) == counted(other) >= on_disk(tmp_path)
+
+
+def test_i1_removals_behind_the_back_of_a_count_stay_until_the_next(tmp_path: Path) -> None:
+    one, other = pair(tmp_path)
+    mount = attach(str(tmp_path))
+    before = mount.ledger.look()
+    there = counted(other)
+    one.delete([make_key(i) for i in range(10)])
+    mount.ledger.reconcile(before, there)
+    assert used(one) == there
+    assert there - 10 * CHUNK == counted(other) == used(one)
+    mount.detach()
+
+
+def _by_delete(store: DiskStore) -> None:
+    store.delete([make_key(0)])
+
+
+def _by_eviction(store: DiskStore) -> None:
+    store._volumes[0]._evict(store._volumes[0].attach(), 1)
+
+
+def _from_quarantine(store: DiskStore) -> None:
+    mount = store._volumes[0].attach()
+    quarantine.shrink(mount, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("remove", "module", "name"),
+    [
+        (_by_delete, volume, "remove_chunk"),
+        (_by_eviction, volume, "remove_chunk"),
+        (_from_quarantine, quarantine, "_drop"),
+    ],
+)
+def test_i1_a_count_between_a_removal_and_its_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remove: Callable[[DiskStore], None], module: Any, name: str
+) -> None:
+    """Another thread of the same process reads the page meanwhile."""
+    one, other = pair(tmp_path)
+    one.quarantine([make_key(19)])
+    real, there = getattr(module, name), 0
+
+    def slow(*arguments: Any) -> int:
+        nonlocal there
+        freed: int = real(*arguments)
+        there = counted(other)
+        assert used(one) == there
+        return freed
+
+    monkeypatch.setattr(module, name, slow)
+    remove(one)
+    assert there
+    assert used(one) == there
+
+
+def test_clearing_up_that_fails_forgets_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> list[str]:
+        raise OSError(errno.EIO, "broken")
+
+    one, _ = pair(tmp_path)
+    before = used(one)
+    one.delete([make_key(0)])
+    with monkeypatch.context() as patch:
+        patch.setattr(mounts, "_list", broken)
+        with pytest.raises(StoreUnavailable):
+            one._volumes[0].reap()
+    assert used(one) == before - CHUNK
+
+
+@pytest.mark.parametrize("failing", [OSError(errno.EIO, "broken"), PAGE_BYTES - 1])
+def test_nothing_is_taken_from_a_reservation_that_was_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: OSError | int
+) -> None:
+    def fail(*_: object) -> int:
+        if isinstance(failing, OSError):
+            raise failing
+        return failing
+
+    ledger = attach(str(tmp_path)).ledger
+    monkeypatch.setattr(os, "pwrite", fail)
+    for _ in range(2):
+        with pytest.raises(LedgerGone):
+            ledger.reserve(CHUNK, SIZE)
+
+
+def test_a_name_given_by_link_is_published_though_the_temporary_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    def stuck(path: str, **options: Any) -> None:
+        raise OSError(errno.EIO, "broken", path)
+
+    store = disk(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_renameat2", refuse)
+        patch.setattr(os, "unlink", stuck)
+        assert put(store, make_key(0), 0)
+    assert holds(store, make_key(0), 0)
+    assert used(store) >= counted(store) > CHUNK
+    assert len(temporaries(tmp_path)) == 2, "namespace.json's too"
+    store.close()
+    disk(tmp_path).close()
+    assert temporaries(tmp_path) == []
+
+
+def test_a_libc_without_renameat2_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    spec = importlib.util.spec_from_file_location("files_of_an_old_libc", files.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    old = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(old)
+    (tmp_path / "a").write_text("a")
+    root = os.open(tmp_path, os.O_RDONLY)
+    old.rename_new(root, "a", "b")
+    with pytest.raises(FileExistsError):
+        old.rename_new(root, "b", "b")
+    os.close(root)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
