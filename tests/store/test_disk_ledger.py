@@ -123,6 +123,28 @@ def test_clearing_up_that_fails_forgets_no_removal(tmp_path: Path, monkeypatch: 
     assert used(one) == before - CHUNK
 
 
+def test_shrinking_is_said_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that start with a smaller size than before shrink the directory once, not each."""
+    one, other = pair(tmp_path, 128)
+    one.close()
+    smaller = disk(tmp_path, size_bytes=2 * MIB)
+    real, removed = volume.remove_chunk, 0
+
+    def slow(*arguments: Any) -> int:
+        nonlocal removed
+        removed += 1
+        if removed == 64:
+            counted(other)
+            assert used(smaller) >= on_disk(tmp_path)
+        return real(*arguments)
+
+    monkeypatch.setattr(volume, "remove_chunk", slow)
+    smaller.scan()
+    kept = on_disk(tmp_path)
+    assert 2 * MIB - 3 * CHUNK <= kept <= 2 * MIB
+    assert kept <= used(smaller) <= kept + CHUNK
+
+
 @pytest.mark.parametrize("failing", [OSError(errno.EIO, "broken"), PAGE_BYTES - 1])
 def test_nothing_is_taken_from_a_reservation_that_was_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: OSError | int

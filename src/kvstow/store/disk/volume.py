@@ -223,9 +223,8 @@ class Volume:
         with _At(self, "deleting") as mount:
             self._index.drop(digest)
             self._bad.pop(digest, None)
-            epoch = mount.ledger.epoch
-            freed = remove_chunk(mount, namespace, digest)
-            mount.ledger.remove(freed, epoch, mount.ledger.ahead_bytes(self.limits.size_bytes))
+            epoch, ahead = mount.ledger.epoch, mount.ledger.ahead_bytes(self.limits.size_bytes)
+            mount.ledger.remove(remove_chunk(mount, namespace, digest), epoch, ahead)
 
     def set_aside(self, namespace: bytes, digest: bytes, why: str) -> None:
         """Quarantine a bad file. Where the filesystem is read-only it is remembered as bad instead."""
@@ -341,8 +340,10 @@ class Volume:
                 if not namespace.chunks and bytes.fromhex(namespace.name) not in self._written:
                     remove_empty_namespace(mount, namespace.name)
             used = mount.ledger.reconcile(before, count.bytes).used_bytes or 0
-            if used > self.limits.size_bytes:
-                self._evict(mount, used - self.limits.size_bytes)
+            step = 1 + mount.ledger.ahead_bytes(self.limits.size_bytes)
+            for _ in range(self.limits.size_bytes, used, step):  # others shrink it too: each says what it has removed
+                if (mount.ledger.look().used_bytes or 0) > self.limits.size_bytes and not stop.is_set():
+                    self._evict(mount, step)
         return count
 
     def reap(self) -> None:
