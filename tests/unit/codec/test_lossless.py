@@ -81,3 +81,15 @@ def test_a_list_that_cannot_be() -> None:
         forged[at : at + len(value)] = value
         with pytest.raises(FrameError):
             decoded(forged)
+
+
+@pytest.mark.parametrize("place", [-1, -2, -3])
+def test_the_last_numbers_of_an_uneven_count_are_listed_too(place: int) -> None:
+    """The search goes by eights; what is left over is searched for itself."""
+    shape = KVShape("bfloat16", 1, 1, 1, 1, 257, 2)
+    assert shape.nbytes // 2 % 8 == 2
+    before = words(0, shape)
+    before[place] = 0x7F7F  # near the largest number
+    data = encoded(before, shape)
+    assert data[-1] == 1
+    assert np.array_equal(decoded(data, shape), before)
