@@ -13,7 +13,7 @@ import torch
 
 from kvstow.device.base import Transfer
 from kvstow.direct.geometry import RECORD_BYTES, SUPERBLOCK_BYTES
-from kvstow.direct.volume import FILE_NAME
+from kvstow.direct.volume import FILE_NAME, open_extents
 from kvstow.errors import CopyError, SettingsError, UnsupportedError
 from kvstow.layout import Place, Span
 from kvstow.vllm.direct import open_direct
@@ -268,6 +268,28 @@ def test_a_worker_that_sees_other_files_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UnsupportedError, match=why):
             open_direct(rig.ranks[1].inner, ref, 1, torch.device("cpu"))
+    rig.close()
+
+
+def test_a_file_that_is_replaced_while_a_worker_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at is the file that will be used, whatever has its path by then."""
+    rig = Rig(tmp_path, ranks=1)
+    path = file_of(tmp_path, 0)
+    path.rename(tmp_path / "ours")
+    path.write_bytes(b"dear diary" * 1000)
+    opened: list[int] = []
+
+    def open_then_replace(name: str, flags: int) -> int:
+        opened.append(real(name, flags))
+        (tmp_path / "ours").rename(name)
+        return opened[-1]
+
+    real = os.open
+    monkeypatch.setattr("kvstow.direct.volume.os.open", open_then_replace)
+    with pytest.raises(UnsupportedError, match="isn't shard 0 of the set"):
+        open_extents(str(path), rig.ref.set_id, rig.ref.geometry, 0)
+    monkeypatch.undo()
+    assert not os.path.exists(f"/proc/self/fd/{opened[0]}")
     rig.close()
 
 

@@ -22,7 +22,8 @@ class Extents(Slots):
 
     A slot that could not be filled or read rests, and with it all that were never filled: where the device is full,
     another chunk must make room. ``preallocated``: every slot has its space. ``table``: keeps what is committed across
-    restarts; None: nothing does. ``fds``, closed with this, hold the files against other engines.
+    restarts; None: nothing does. ``fds``, closed with this, hold the files against other engines; the table is in
+    the first.
     """
 
     tier: ClassVar[str] = "direct"
@@ -95,9 +96,9 @@ class Extents(Slots):
         return self._table is not None and self._table.busy()
 
     def close(self, timeout_s: float = 0.0) -> None:
-        if self._table is not None:
-            self._table.close(timeout_s)
-            self._table = None
+        table, self._table = self._table, None
+        if table is not None and not table.close(timeout_s):
+            del self._fds[:1]  # closed, its number could be another file's by the time of the thread's next write
         while self._fds:
             os.close(self._fds.pop())
 

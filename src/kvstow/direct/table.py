@@ -83,7 +83,8 @@ class Table:
             return self._clock.monotonic() - self._since_s < WORK_DEADLINE_S
         return bool(self._dirty)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> bool:
+        """Write what is left, for at most ``timeout_s``. False: a write hangs, and may yet go on, on ``fd``."""
         deadline_s = self._clock.monotonic() + timeout_s
         while self._dirty or self._executor.outstanding:
             self.poll()
@@ -92,6 +93,7 @@ class Table:
                 break
         self._executor.close(max(0.0, deadline_s - self._clock.monotonic()))
         self._executor.poll()
+        return not self._executor.outstanding
 
     def _write(self, batch: dict[int, bytes]) -> None:
         for slot in sorted(batch):

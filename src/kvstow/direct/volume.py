@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import secrets
 import stat
@@ -55,8 +56,8 @@ class Superblock(NamedTuple):
 
 def read_superblock(fd: int) -> Superblock | None:
     """None: not a file of ours."""
-    page = os.pread(fd, SUPERBLOCK_BYTES, 0)
-    if len(page) != SUPERBLOCK_BYTES or page[:8] != MAGIC:
+    page = mmap.mmap(-1, SUPERBLOCK_BYTES)  # aligned, as direct I/O wants it
+    if os.preadv(fd, [page], 0) != SUPERBLOCK_BYTES or page[:8] != MAGIC:
         return None
     if xxh3_128_digest(page[:-_CHECKSUM_BYTES]) != page[-_CHECKSUM_BYTES:]:
         return None
@@ -143,10 +144,13 @@ def open_extents(path: str, set_id: bytes, geometry: Geometry, shard: int) -> in
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
         raise UnsupportedError(f"direct.path {path} can't be opened for direct I/O: {error.strerror}") from error
-    with open(path, "rb") as buffered:
-        block = read_superblock(buffered.fileno())
-    if block == _superblock(set_id, geometry, shard):
-        return fd
+    try:
+        # Through this descriptor: by its path it might be another file, put there in between.
+        if read_superblock(fd) == _superblock(set_id, geometry, shard):
+            return fd
+    except OSError as error:
+        os.close(fd)
+        raise UnsupportedError(f"direct.path {path} can't be read with direct I/O: {error.strerror}") from error
     os.close(fd)
     raise UnsupportedError(f"direct.path {path} isn't shard {shard} of the set that this engine opened")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from kvstow.direct.extents import REST_S, Extents
@@ -28,6 +30,7 @@ class FakeTable:
         self.there = there or []
         self.records: dict[int, bytes | None] = {}
         self.closed = False
+        self.hangs = False
 
     def read(self) -> list[tuple[int, int, ChunkKey]]:
         return self.there
@@ -43,8 +46,9 @@ class FakeTable:
     def busy(self) -> bool:
         return False
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> bool:
         self.closed = True
+        return not self.hangs
 
 
 class Rig:
@@ -196,6 +200,24 @@ def test_what_the_table_is_told() -> None:
     assert set(table.records.values()) == {None}, "a reset is for good"
     rig.engine.close(1.0)
     assert table.closed
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_table_s_file_stays_open_under_a_write_that_hangs(hangs: bool) -> None:
+    """Else its number becomes another file's, which the rest of the records then go to."""
+    table, fds = FakeTable(), [os.memfd_create("table"), os.memfd_create("other")]
+    table.hangs = hangs
+    geometry = Geometry.of_files(LAYOUT, 2)
+    extents = Extents(geometry, LAYOUT, ManualClock(), preallocated=True, table=table, fds=fds)  # type: ignore[arg-type]
+    extents.close(1.0)
+    extents.close(1.0)
+    assert [_is_open(fd) for fd in fds] == [hangs, False]
+    if hangs:
+        os.close(fds[0])
+
+
+def _is_open(fd: int) -> bool:
+    return os.path.exists(f"/proc/self/fd/{fd}")
 
 
 def test_chunks_of_an_earlier_engine() -> None:

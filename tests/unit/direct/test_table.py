@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.direct.geometry import RECORD_BYTES
-from kvstow.direct.table import entries, record
+from kvstow.direct.table import Table, entries, record
 from kvstow.key import ChunkKey, Namespace
+from kvstow.testing.manual import ManualClock, ManualExecutor
 
 NAMESPACE = Namespace.from_fields({"made by": "table test"})
 
@@ -42,3 +43,19 @@ def test_a_flipped_bit_loses_that_record_only(bit: int) -> None:
 @given(data=st.binary(max_size=RECORD_BYTES * 3))
 def test_noise(data: bytes) -> None:
     assert entries(data, 3) == []
+
+
+class Hung(ManualExecutor):
+    """Its thread has begun, and does not come back."""
+
+    def close(self, timeout_s: float) -> bool:
+        return False
+
+
+def test_closing_says_whether_a_write_hangs() -> None:
+    clock = ManualClock()
+    for executor, ends in ((ManualExecutor(clock), True), (Hung(clock), False)):
+        table = Table(-1, 2, executor, clock)
+        table.put(0, key(1), 1)
+        assert table.close(5.0) is ends
+    assert Table(-1, 2, Hung(clock), clock).close(5.0), "a thread that only has not noticed yet writes nothing"
