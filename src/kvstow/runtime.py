@@ -105,7 +105,7 @@ class Work:
         try:
             self._value = self._work()
         except BaseException as error:  # the owner's thread decides what any fault means, SystemExit included
-            self._error = error
+            self._error = error if _can_be_said(error) else KVStowError(f"{type(error).__name__}, which can't be said")
         self._work = None
 
     def drop(self) -> None:
@@ -116,6 +116,15 @@ class Work:
     def finish(self) -> None:
         """Hand its end to ``then``."""
         self._then(self._value, self._error)
+
+
+def _can_be_said(error: BaseException) -> bool:
+    """Others' exceptions may raise when they are printed, which would be on the owner's thread."""
+    try:
+        str(error)
+    except BaseException:
+        return False
+    return True
 
 
 class ThreadExecutor:

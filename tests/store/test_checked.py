@@ -19,6 +19,11 @@ from kvstow.tier import TierLimits
 from tests.unit.rig import FRAME_BYTES, MISS0, Rig, hit
 
 
+class Mute(BaseException):
+    def __str__(self) -> str:
+        raise ValueError
+
+
 class Hostile(MemoryStore):
     """A good store until ``evil``: then each method is what ``evil`` makes of what the good one answered."""
 
@@ -68,6 +73,7 @@ WAYS = {
     "raises what it should": raises(StoreUnavailable("gone")),
     "raises anything": raises(ZeroDivisionError()),
     "ends the interpreter": raises(SystemExit(3)),
+    "raises what can't be printed": raises(Mute()),
     "answers nothing": lambda *_: None,
     "answers text": lambda *_: "yes",
     "answers too little": lambda op, given, answer: answer[:-1] if answer else answer,

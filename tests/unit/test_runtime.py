@@ -105,6 +105,20 @@ def test_any_exception_reaches_then_and_the_thread_lives_on(
     assert ends[1] == ("alive", None)
 
 
+def test_an_exception_that_cannot_be_printed_is_replaced(executor: ThreadExecutor) -> None:
+    class Mute(BaseException):
+        def __str__(self) -> str:
+            raise ValueError
+
+    def fail() -> None:
+        raise Mute
+
+    ends: list[BaseException | None] = []
+    executor.submit(fail, lambda value, error: ends.append(error))
+    drain(executor)
+    assert [str(error) for error in ends] == ["Mute, which can't be said"]
+
+
 def test_a_then_that_raises_loses_no_other_end(executor: ThreadExecutor) -> None:
     held = hold(executor)
     ends: list[str | None] = []

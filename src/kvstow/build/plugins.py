@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from kvstow.errors import SettingsError, StoreError
@@ -25,6 +25,7 @@ OPEN_S: Final = 30.0  # the longest that importing and opening one may take
 _NAME: Final = re.compile(r"[A-Za-z][\w-]{0,31}", re.ASCII)
 _METHODS: Final = ("contains", "read", "write", "delete", "close")
 _SECRET: Final = re.compile("password|passwd|secret|token|key", re.IGNORECASE)
+_IN_URL: Final = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 
 
 def plugin_names(settings: Settings) -> Mapping[str, str]:
@@ -62,26 +63,37 @@ def build_plugins(settings: Settings, layout: ChunkLayout, *, clock: Clock, metr
 
 
 def _open(name: str, where: str, options: Mapping[str, Any]) -> Store:
-    def opened() -> Store:
+    def opened() -> tuple[Store, str | None]:
         store: Store = _factory(name, where)(options)
-        return store
+        missing = [method for method in _METHODS if not callable(getattr(store, method, None))]
+        return store, f"{type(store).__name__} has no {missing[0]}()" if missing else None
 
     try:
-        store = within(f"open-{name}", opened, OPEN_S)
+        store, lacks = within(f"open-{name}", opened, OPEN_S)
     except StoreError as error:
-        text = str(error)
-        for option, value in options.items():
-            if value and _SECRET.search(option):
-                text = text.replace(str(value), MASK)
+        text = _IN_URL.sub(rf"\1{MASK}@", str(error))
+        for secret in _secrets(options):
+            text = text.replace(secret, MASK)
         what = where or f"entry point {name} of group {GROUP}"
         raise SettingsError(
             f"plugins.stores: {name} can't be opened: {text}. {what} must be a function that takes options, a mapping, "
             "and returns a kvstow Store"
         ) from None
-    missing = [method for method in _METHODS if not callable(getattr(store, method, None))]
-    if missing:
-        raise SettingsError(f"plugins.stores: {name} is no kvstow Store: {type(store).__name__} has no {missing[0]}()")
+    if lacks:
+        raise SettingsError(f"plugins.stores: {name} is no kvstow Store: {lacks}")
     return store
+
+
+def _secrets(value: Any, named: bool = False) -> Iterator[str]:
+    """What is under a secret's name, at any depth."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secrets(inner, named or _SECRET.search(name) is not None)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _secrets(inner, named)
+    elif named and value:
+        yield str(value)
 
 
 def _factory(name: str, where: str) -> Callable[[Mapping[str, Any]], Any]:

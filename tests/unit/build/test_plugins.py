@@ -29,6 +29,13 @@ def ends(options): sys.exit(3)
 def hangs(options): threading.Event().wait()
 def nothing(options): return None
 def half(options): return type("Half", (), {"contains": lambda self, keys: []})()
+def echoes(options): raise ValueError(repr(options))
+class Mute(BaseException):
+    def __str__(self): raise ValueError
+def mute(options): raise Mute
+class Fake:
+    def __getattr__(self, name): sys.exit(4)
+def fake(options): return Fake()
 class NotOurs:
     def __init__(self, config, metadata, loop): pass
 """
@@ -132,6 +139,8 @@ def test_o1_what_cannot_be_opened_stops_the_start_and_says_why(package: str, mon
         (f"{package}.bad:NotOurs", "TypeError"),
         (f"{package}.bad:nothing", "NoneType has no contains"),
         (f"{package}.bad:half", "Half has no read"),
+        (f"{package}.bad:mute", "Mute, which can't be said"),
+        (f"{package}.bad:fake", "SystemExit: 4"),
     ):
         assert said in refused(stores=[f"mine={function}"]), function
     monkeypatch.setattr(plugins, "OPEN_S", 0.01)
@@ -141,6 +150,15 @@ def test_o1_what_cannot_be_opened_stops_the_start_and_says_why(package: str, mon
 def test_secrets_among_the_options_are_not_in_the_error(package: str) -> None:
     said = refused(stores=[f"mine={package}.bad:raises"], options={"mine": {"password": "hunter2"}})
     assert "ZeroDivisionError: with ****" in said
+    assert "hunter2" not in said
+
+
+@pytest.mark.parametrize(
+    "options", [{"auth": {"password": "hunter2"}}, {"tokens": [{"a": "hunter2"}]}, {"url": "redis://u:hunter2@h/1"}]
+)
+def test_nor_are_those_inside_of_others(package: str, options: dict[str, Any]) -> None:
+    said = refused(stores=[f"mine={package}.bad:echoes"], options={"mine": options})
+    assert "****" in said
     assert "hunter2" not in said
 
 
