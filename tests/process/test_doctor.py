@@ -196,7 +196,10 @@ def test_a_mooncake_master(monkeypatch: pytest.MonkeyPatch) -> None:
         master = f"127.0.0.1:{listening.getsockname()[1]}"
         assert [result.status for result in check_mooncake(master)] == [Status.OK]
     assert [result.status for result in check_mooncake(f"127.0.0.1:{free_port()}")] == [Status.FAILED]
-    assert [result.status for result in check_mooncake("nonsense")] == [Status.FAILED]
+    [nonsense] = check_mooncake("nonsense")
+    assert (nonsense.status, nonsense.fix) == (
+        Status.FAILED, "set mooncake.master, such as master.internal:50051"
+    )  # fmt: skip
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert "isn't installed" in next(check_mooncake("nonsense")).found
 
@@ -286,6 +289,8 @@ def test_a_password_is_never_shown(kvstow: Kvstow) -> None:
     ("env", "said"),
     [
         ({"KVSTOW_DIRECT_PATH": "/x"}, "direct.path is set and direct.engine isn't"),
+        ({"KVSTOW_DIRECT_ENGINE": "file"}, "set direct.path to a directory on local NVMe, and direct.size"),
+        ({"KVSTOW_DISK_PATHS": "/x"}, "(disk.paths is from KVSTOW_DISK_PATHS)"),
         ({"KVSTOW_INTEGRITY_KEY_FILE": "/nowhere"}, "integrity_key_file /nowhere can't be read"),
         ({"KVSTOW_DISK_PATHS": "/x"}, "disk.paths is set and disk.size is not"),
     ],
@@ -306,14 +311,21 @@ def test_direct_storage_needs_no_pool_and_its_disk_is_looked_at(kvstow: Kvstow, 
     assert code == 0
     assert "no pool" in rows(out)["memory"]["found"]
     assert rows(out)["disk path"]["found"] == f"{tmp_path}: writable"
+    assert rows(out)["disk room"]["found"].endswith("its part of direct.size is 1GB")
+    _, out, _ = kvstow("doctor", "--json", env={**env, "KVSTOW_DIRECT_SIZE": "8PB"})
+    assert (rows(out)["disk room"]["status"], "set direct.size" in rows(out)["disk room"]["fix"]) == ("warning", True)
+    assert "disk.size" not in out
 
 
 @pytest.mark.usefixtures("fits", "small_sample")
 def test_lmcaches_variables_if_asked_for(kvstow: Kvstow, tmp_path: Path) -> None:
     env = {"LMCACHE_LOCAL_DISK": f"file://{tmp_path}", "LMCACHE_MAX_LOCAL_DISK_SIZE": "1", "PYTHONHASHSEED": "0"}
-    assert "disk path" not in rows(kvstow("doctor", "--json", env=env)[1])
+    unread = rows(kvstow("doctor", "--json", env=env)[1])
+    assert "disk path" not in unread
+    assert (unread["LMCache"]["status"], "--lmcache" in unread["LMCache"]["fix"]) == ("warning", True)
     code, out, _ = kvstow("doctor", "--json", "--lmcache", "--workers", "2", env=env)
     assert code == 0
+    assert "LMCache" not in rows(out)
     assert rows(out)["disk path"]["found"] == f"{tmp_path}: writable"
     assert "disk.size=2" in rows(out)["settings"]["found"]
     assert kvstow("doctor", "--lmcache", "--file", "x")[0] == 2

@@ -116,5 +116,7 @@ def test_a_directory_that_is_none_of_ours_is_refused_and_left_alone(tmp_path: Pa
     with pytest.raises(StoreRefused, match="no kvstow chunks"):
         kvstow("disk", "clear", "--yes", "--path", str(tmp_path))
     assert os.listdir(tmp_path) == []
+    with pytest.raises(StoreRefused, match="there is no such directory"):
+        kvstow("disk", "ls", "--path", str(tmp_path / "none"))
     with pytest.raises(SettingsError, match="give --path"):
         kvstow("disk", "ls")

@@ -56,6 +56,14 @@ def test_config_shows_every_setting_with_its_source(kvstow: Kvstow) -> None:
     assert "per engine, all ranks together" in ran.out
 
 
+def test_config_through_a_pipe_keeps_a_setting_on_its_line(kvstow: Kvstow) -> None:
+    paths = ",".join(f"/nvme{number}/a-directory-of-some-length" for number in range(20))
+    [line] = [line for line in kvstow("config", env={"KVSTOW_DISK_PATHS": paths}).out.splitlines() if "nvme" in line]
+    assert line.split()[0] == "disk.paths"
+    assert paths.split(",")[-1] in line
+    assert line.split()[-1] == "KVSTOW_DISK_PATHS"
+
+
 def test_config_as_json_has_plain_values(kvstow: Kvstow) -> None:
     rows = json.loads(kvstow("config", "--json", env={"KVSTOW_MEMORY_SIZE": "1kB", "KVSTOW_SAVE_DECODE": "true"}).out)
     assert rows["memory.size"] == {"value": 1000, "shown": "1kB", "source": "KVSTOW_MEMORY_SIZE"}

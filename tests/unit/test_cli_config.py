@@ -97,6 +97,10 @@ def test_o1_what_is_refused_is_refused_here_too(kvstow: Kvstow, tmp_path: Path) 
     assert (code, out) == (2, "")
     assert f"disk.paths = \"['relative']\" (from local_disk in {wrong}): expected absolute paths" in err
     assert kvstow("config", "convert", "/nowhere.yaml")[0] == 2
+    wrong.write_text("chunk_size: 256 local_cpu: true\n")
+    code, _, err = kvstow("config", "convert", str(wrong))
+    assert code == 2
+    assert "line 1 isn't valid YAML: mapping values are not allowed here. Each key needs a line of its own" in err
 
 
 def test_the_reference_page_is_current_and_has_every_key() -> None:

@@ -13,7 +13,9 @@ from kvstow.errors import UnsupportedError
 app = typer.Typer(no_args_is_help=True, help="What codecs save, cost, and do to a model.")
 
 ModelOption = Annotated[str, typer.Option(help="A Hugging Face directory with a causal language model.")]
-TextsArgument = Annotated[list[Path], typer.Argument(help="Text files of at least 1,152 tokens each.")]
+TextsArgument = Annotated[
+    list[Path], typer.Argument(exists=True, dir_okay=False, help="Text files of at least 1,152 tokens each.")
+]
 CodecOption = Annotated[list[str] | None, typer.Option("--codec", help="lossless, cachegen:low, …; may be repeated.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 
@@ -34,7 +36,10 @@ def bench(texts: TextsArgument, model: ModelOption, codec: CodecOption = None, a
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"{error.name} is missing; kvstow[codec], torch and transformers are needed") from error
     codecs = [choose.codec(name) for name in codec or choose.NAMES[1:]]
-    rows = list(effect.measure(model, [path.read_text() for path in texts], codecs))
+    try:
+        rows = list(effect.measure(model, [path.read_text() for path in texts], codecs))
+    except (OSError, ValueError) as error:  # no model there, a text that is too short or isn't UTF-8
+        raise UnsupportedError(f"--model {model}: {error}") from error
     if as_json:
         print(json.dumps(rows, indent=2))
         return

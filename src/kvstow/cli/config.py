@@ -16,6 +16,7 @@ app = typer.Typer(invoke_without_command=True)
 
 FileOption = Annotated[str | None, typer.Option(help="A YAML file, instead of the one that KVSTOW_CONFIG_FILE names.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+PIPED_COLUMNS = 10_000  # a setting a line, for grep
 MISSING = "what is masked is left out: put it in"
 
 
@@ -86,6 +87,6 @@ def _print_table(effective: Effective) -> None:
         table.add_column(heading, overflow="fold")
     for row in effective.describe():
         table.add_row(row.key, row.shown, row.source)
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(table)
     console.print("Sizes are per engine, all ranks together.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from kvstow.errors import SettingsError
+from kvstow.errors import SettingsError, StoreRefused
 from kvstow.runtime import SystemClock
 from kvstow.settings import format_size, load
 from kvstow.store.disk import frame_check
@@ -21,6 +22,7 @@ from kvstow.store.disk.scan import Namespace
 EXIT_BAD: Final = 1
 SHOWN_DIGITS: Final = 16  # of a namespace
 DAY_S: Final = 86_400
+PIPED_COLUMNS: Final = 10_000  # a row a line, for grep
 
 app = typer.Typer(no_args_is_help=True, help="What the disk tier's directories hold. Safe beside a running server.")
 
@@ -183,6 +185,9 @@ def _directories(path: Sequence[str] | None) -> Iterator[list[DataDirectory]]:
     paths = path or load().settings.disk.paths
     if not paths:
         raise SettingsError("no directory: give --path, or set disk.paths")
+    for one in paths:
+        if not os.path.isdir(one):
+            raise StoreRefused(f"{one} holds no kvstow chunks: there is no such directory")
     with ExitStack() as stack:
         yield [stack.enter_context(closing(DataDirectory(one))) for one in paths]
 
@@ -270,4 +275,4 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    Console(soft_wrap=not sys.stdout.isatty()).print(table)
+    Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(table)

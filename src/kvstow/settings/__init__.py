@@ -1,7 +1,7 @@
 """Settings: frozen structs, parsed once. ``load`` reads this process's own, ``parse`` what it is given."""
 
 from kvstow.settings.checks import MIN_CHUNKS, check_disk, check_host, check_pool, chunk_tokens
-from kvstow.settings.lmcache import convert_lmcache, load_lmcache, parse_lmcache
+from kvstow.settings.lmcache import convert_lmcache, lmcache_variables, load_lmcache, parse_lmcache
 from kvstow.settings.machine import HostFacts, available_bytes, host_facts
 from kvstow.settings.schema import Settings, leaves
 from kvstow.settings.sections.direct import Direct
@@ -29,6 +29,7 @@ __all__ = [
     "format_size",
     "host_facts",
     "leaves",
+    "lmcache_variables",
     "load",
     "load_lmcache",
     "parse",

@@ -28,6 +28,11 @@ def load_lmcache(extra_config: Mapping[str, Any] | None, *, workers: int) -> Eff
     return parse_lmcache(os.environ, extra_config, workers=workers)
 
 
+def lmcache_variables() -> list[str]:
+    """The names of LMCache's variables that this process has."""
+    return sorted(name for name in os.environ if name.startswith(PREFIX))
+
+
 def convert_lmcache(file: str | None, *, workers: int) -> Translation:
     """What ``file`` says; without it the variables of this process, and the file that they name."""
     given, notes = gather({} if file else os.environ, {}, file=file)

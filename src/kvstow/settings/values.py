@@ -126,10 +126,10 @@ def redact_url(url: str) -> str:
     except ValueError:
         return MASK
     user, at, host = parts.netloc.rpartition("@")
+    if "@" in parts.path + parts.query + parts.fragment:  # a password with a slash in it, say, not percent-encoded
+        return f"{parts.scheme}://{MASK}"
     if at:
         name, colon, _ = user.partition(":")
         host = f"{name}:{MASK}@{host}" if colon else f"{name}@{host}"
-    elif "@" in url:  # a password with a slash or a question mark in it, not percent-encoded
-        return f"{parts.scheme}://{MASK}"
     query = _SECRET_PARAMETER.sub(rf"\1{MASK}", parts.query)
     return f"{parts.scheme}://{host}{parts.path}{'?' if query else ''}{query}{'#' + MASK if parts.fragment else ''}"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from yaml import Node
 
 MAX_FILE_BYTES: Final = 1 << 20
+HINTS: Final = {"mapping values are not allowed here": ". Each key needs a line of its own"}
 
 
 def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
@@ -47,7 +48,8 @@ def parse_yaml(content: bytes, path: str) -> Any:
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise SettingsError(f"the settings file {path}{line} isn't valid YAML: {error.problem}") from None
+        hint = HINTS.get(error.problem or "", "")
+        raise SettingsError(f"the settings file {path}{line} isn't valid YAML: {error.problem}{hint}") from None
     except SettingsError:
         raise  # a ValueError too
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError, KeyError) as error:  # the last two: a tag

@@ -15,7 +15,7 @@ from kvstow.cli.main import app
 from kvstow.codec.choose import NAMES, codec
 from kvstow.codec.effect import speed
 from kvstow.codec.shape import KVShape
-from kvstow.errors import SettingsError
+from kvstow.errors import SettingsError, UnsupportedError
 
 
 def test_every_name() -> None:
@@ -47,3 +47,11 @@ def test_the_command_wants_a_known_codec(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("too short")
     done = CliRunner().invoke(app, ["codec", "bench", str(tmp_path / "text"), "--model", "none", "--codec", "zip"])
     assert isinstance(done.exception, SettingsError)
+
+
+def test_the_command_wants_texts_and_a_model_that_are_there(tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["codec", "bench", str(tmp_path / "none"), "--model", str(tmp_path)]).exit_code == 2
+    (tmp_path / "text").write_text("too short")
+    done = CliRunner().invoke(app, ["codec", "bench", str(tmp_path / "text"), "--model", str(tmp_path)])
+    assert isinstance(done.exception, UnsupportedError)
+    assert f"--model {tmp_path}: " in str(done.exception)

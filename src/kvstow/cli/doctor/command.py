@@ -15,7 +15,7 @@ from kvstow.cli.doctor import disk, host, rbln, remote, versions
 from kvstow.cli.doctor.result import Check, Result, Status, bounded, failed, ok, unknown, warning
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
-from kvstow.settings import Effective, Settings, check_disk, host_facts, load, load_lmcache, variable
+from kvstow.settings import Effective, Settings, check_disk, host_facts, lmcache_variables, load, load_lmcache, variable
 
 EXIT_FAILED: Final = 1
 QUICK_S: Final = 10.0
@@ -49,6 +49,7 @@ def doctor(
     if lmcache and file is not None:
         raise typer.BadParameter("--file is kvstow's own; LMCache's is named by LMCACHE_CONFIG_FILE")
     settings, results = _settings(lambda: load_lmcache(None, workers=workers) if lmcache else load(file=file))
+    results += [] if lmcache else _unread()
     for name, limit_s, check in _plan(settings):
         results += bounded(name, check, limit_s)
     works = not any(result.status is Status.FAILED for result in results)
@@ -69,25 +70,36 @@ def _settings(read: Callable[[], Effective]) -> tuple[Settings | None, list[Resu
         return None, [failed(SETTINGS, str(error), MEND)]
     given = [row for row in effective.describe() if row.source != "default"]
     shown = ", ".join(f"{row.key}={row.shown}" for row in given) or "all are defaults"
-    wrong = [failed(SETTINGS, str(error), MEND) for error in _conflicts(effective.settings)]
-    told = [warning(SETTINGS, note.text, "see how-to/from-lmcache") for note in effective.notes if note.warns]
+    wrong = [failed(SETTINGS, str(error), MEND) for error in _conflicts(effective)]
+    told = [warning(SETTINGS, note.text, "see docs/how-to/from-lmcache.md") for note in effective.notes if note.warns]
     return effective.settings, (wrong or [ok(SETTINGS, shown)]) + told
 
 
-def _conflicts(settings: Settings) -> Iterator[SettingsError]:
+def _unread() -> list[Result]:
+    if not (names := lmcache_variables()):
+        return []
+    given = names[0] if len(names) == 1 else f"{names[0]} and others"
+    found = f"{given} not looked at: only LMCache-style connectors read LMCACHE_*"
+    return [warning("LMCache", found, "kvstow doctor --lmcache, if vLLM is given one of those")]
+
+
+def _conflicts(effective: Effective) -> Iterator[SettingsError]:
     """What vLLM's start would refuse, as far as that needs no engine."""
     from kvstow import build
 
+    settings = effective.settings
     checks = (
         lambda: check_disk(settings, 0),
         lambda: build.check_direct(settings),
+        lambda: settings.direct.engine == "file" and build.direct.choose(settings),
         lambda: build.integrity_key(settings),
         lambda: settings.redis.url and build.redis_options(settings),
         lambda: settings.objects.url and build.objects_options(settings),
     )
     for check in checks:
         try:
-            check()
+            with effective.named():
+                check()
         except SettingsError as error:
             yield error
 
@@ -128,12 +140,12 @@ def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
 
 def _disks(settings: Settings) -> Iterator[Planned]:
     direct = settings.direct
-    used = [(settings.disk.paths, settings.disk.size, settings.disk.min_free)]
-    used += [(direct.path, direct.size, 0)] if direct.engine in ("auto", "file") else []
-    for paths, size, min_free in used:
+    used = [(settings.disk.paths, settings.disk.size, settings.disk.min_free, "disk.size")]
+    used += [(direct.path, direct.size, 0, "direct.size")] if direct.engine in ("auto", "file") else []
+    for paths, size, min_free, setting in used:
         for path in paths or ():
             part = (size or 0) // len(paths or ())
-            yield f"disk {path}", DISK_S, partial(disk.check_path, path, part, min_free, SystemClock())
+            yield f"disk {path}", DISK_S, partial(disk.check_path, path, part, min_free, SystemClock(), setting)
 
 
 def _remote(settings: Settings) -> Iterator[Planned]:

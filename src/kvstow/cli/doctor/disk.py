@@ -27,6 +27,11 @@ NETWORK: Final = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "beegfs", "gpfs", "9p", "afs", "ocfs2", "gfs2")
 )
 MEMORY: Final = frozenset(("tmpfs", "ramfs"))
+PATHS: Final = {"disk.size": "disk.paths", "direct.size": "direct.path"}
+LACKING: Final = {
+    "disk.size": "chunks make room before the size is reached: set disk.size to less",
+    "direct.size": "files are taken whole at the start: unless they are there already, set direct.size to less",
+}
 _NO_ACCESS: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -38,14 +43,16 @@ class Measured(NamedTuple):
     read_bytes_s: float | None
 
 
-def check_path(path: str, size_bytes: int, min_free_bytes: int, clock: Clock) -> Iterator[Result]:
-    """``size_bytes``: this path's part of ``disk.size``. Leaves nothing behind, and makes no directory."""
+def check_path(
+    path: str, size_bytes: int, min_free_bytes: int, clock: Clock, setting: str = "disk.size"
+) -> Iterator[Result]:
+    """``size_bytes``: this path's part of ``setting``; 0: unset. Leaves nothing behind, and makes no directory."""
     folder = _existing(path)
     if folder == path and not os.path.isdir(path) and os.access(path, os.R_OK | os.W_OK):  # direct storage's
         yield ok("disk path", f"{path}: a file or device, readable and writable")
         return
     if not os.path.isdir(folder):
-        yield failed("disk path", f"{path}: {folder} is no directory", "set disk.paths to a directory")
+        yield failed("disk path", f"{path}: {folder} is no directory", f"set {PATHS[setting]} to a directory")
         return
     yield from _filesystem(path, filesystem_of(folder))
     try:
@@ -56,7 +63,7 @@ def check_path(path: str, size_bytes: int, min_free_bytes: int, clock: Clock) ->
         return
     there = "writable" if folder == path else f"not there yet, {folder} is writable"
     yield ok("disk path", f"{path}: {there}")
-    yield from _room(path, folder, size_bytes, min_free_bytes)
+    yield from _room(path, folder, size_bytes, min_free_bytes, setting)
     yield from _quality(path, measured)
 
 
@@ -84,16 +91,18 @@ def _filesystem(path: str, mount: Filesystem | None) -> Iterator[Result]:
         yield ok("filesystem", shown)
 
 
-def _room(path: str, folder: str, size_bytes: int, min_free_bytes: int) -> Iterator[Result]:
+def _room(path: str, folder: str, size_bytes: int, min_free_bytes: int, setting: str) -> Iterator[Result]:
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     lacking = size_bytes + min_free_bytes - free - used_bytes(path)
     shown = f"{path}: {format_size(free)} free"
     if lacking > 0:
-        found = f"{shown}; with its part of disk.size and disk.min_free {format_size(lacking)} are lacking"
-        yield warning("disk room", found, "chunks make room before the size is reached: set disk.size to less")
+        bounds = f"{setting} and disk.min_free" if setting == "disk.size" else setting
+        found = f"{shown}; with its part of {bounds} {format_size(lacking)} are lacking"
+        yield warning("disk room", found, LACKING[setting])
     else:
-        yield ok("disk room", f"{shown}, its part of disk.size is {format_size(size_bytes)}")
+        part = f", its part of {setting} is {format_size(size_bytes)}" if size_bytes else ""
+        yield ok("disk room", f"{shown}{part}")
 
 
 def used_bytes(path: str) -> int:

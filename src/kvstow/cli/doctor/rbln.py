@@ -57,7 +57,7 @@ def check_rds(
         yield lacking("RDS", f"rebel.rds gave no answer within {COMMAND_S:g} s", "see the driver's log")
     elif told.code != 0 or words[-3:-2] != ["rds"]:
         last = (told.err.strip().splitlines() or [f"exit code {told.code}"])[-1]
-        yield lacking("RDS", f"rebel.rds can't be asked: {last}"[:MAX_FOUND], "reinstall rebel-compiler")
+        yield lacking("RDS", f"rebel.rds can't be asked: {last}"[:MAX_FOUND], "install rebel-compiler anew")
     elif words[-2:-1] != ["True"] or words[-1] == "0":
         found = f"available: {words[-2]}, devices: {words[-1]}"
         yield lacking("RDS", found, f"systemctl status {UNIT}; without it direct storage goes through files")

@@ -31,7 +31,7 @@ def check_redis(options: RedisOptions, clock: Clock) -> Iterator[Result]:
     try:
         server = about(options, clock)
     except StoreError as error:
-        yield failed("redis", f"{options.address!r}: {error}", "see that it runs, that this host may connect, and who")
+        yield failed("redis", f"{options.address!r}: {error}", f"{REACH}; user and password are those in redis.url")
         return
     yield ok("redis", f"{server.product} {server.version}, answers in {server.round_trip_s * 1e3:.1f} ms")
     yield from _memory(server, expires=options.ttl_s is not None)
@@ -75,7 +75,7 @@ def check_objects(url: str, options: ObjectsOptions, clock: Clock) -> Iterator[R
         return
     yield ok("objects", f"{url}, answers in {(clock.monotonic() - began) * 1e3:.0f} ms, connecting included")
     for what in told:
-        yield warning("objects", what, "see how-to/objects")
+        yield warning("objects", what, "see docs/how-to/object-store.md")
 
 
 def check_mooncake(master: str) -> Iterator[Result]:
@@ -85,6 +85,9 @@ def check_mooncake(master: str) -> Iterator[Result]:
         found = "mooncake.master is set, and its client isn't installed"
         yield failed("mooncake", found, "pip install 'kvstow[mooncake]'")
     host, _, port = master.rpartition(":")
+    if not host or not port.isdecimal():
+        yield failed("mooncake", f"{master}: not host:port", "set mooncake.master, such as master.internal:50051")
+        return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except (OSError, ValueError) as error:

@@ -72,8 +72,8 @@ class Verdict(NamedTuple):
 
 _REASONS: Final[Mapping[str, str]] = {
     "pool_full": "every slot is pinned: set memory.size to more",
-    "queue_full": "the tier is slower than what is stored: see how-to/disk",
-    "queue_slow": "the tier is slower than what is stored: see how-to/disk",
+    "queue_full": "the tier is slower than what is stored: see docs/how-to/disk.md",
+    "queue_slow": "the tier is slower than what is stored: see docs/how-to/disk.md",
     "unavailable": "the tier fails: vLLM's log says why, and so may `kvstow doctor`",
     "rejected": "no room, or admission said no (disk.admission second_sight)",
 }
