@@ -4,7 +4,7 @@
     load    waits for an area ─> extent to area, checked ─> area to pages ─> done
 
 Chunks go one by one, as areas become free, so that a prompt may be larger than the staging; while one is on NVMe the
-next is copied.
+next is copied. Where NVMe hangs they fail, after a while; an area that it may yet use stays its own until it answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvstow.direct.base import Extent, Media
@@ -23,6 +22,7 @@ from kvstow.runtime import Clock, Executor
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 DRAIN_TIMEOUT_S = 30.0  # gigabytes at the speed of a slow disk
+HUNG_S = 30.0  # of one chunk on NVMe, and of nothing that ends while others wait
 
 
 class Copied(NamedTuple):
@@ -79,6 +79,7 @@ class _Item(Generic[T]):
     item: T
     extent: Extent
     area: int = -1
+    began_s: float | None = None  # on NVMe; written by the thread that moves it
 
 
 class Pipeline(Generic[T]):
@@ -95,6 +96,8 @@ class Pipeline(Generic[T]):
         self._loads: deque[_Item[T]] = deque()
         self._stores: deque[_Item[T]] = deque()
         self._copying: dict[int, _Item[T]] = {}  # by the mover's ticket
+        self._moving: set[_Item[T]] = set()  # given to the executor, and not given up
+        self._progress_s = clock.monotonic()
         self._next = 0
         self._jobs: dict[int, _Job] = {}
         self._ended: list[Ended] = []
@@ -145,7 +148,7 @@ class Pipeline(Generic[T]):
             while queue:
                 self._end(queue.popleft(), "the device is closed")
         self.drain()
-        if self._executor.close(DRAIN_TIMEOUT_S if not self._jobs else 0.0):
+        if self._executor.close(DRAIN_TIMEOUT_S if not self._executor.outstanding else 0.0):
             self._media.close()  # else a thread may still use its descriptor
 
     def _advance(self) -> None:
@@ -153,13 +156,31 @@ class Pipeline(Generic[T]):
             item = self._copying.pop(copied.ticket, None)
             if item is None:
                 continue
+            self._progress_s = self._clock.monotonic()
             item.job.moved_bytes += copied.moved_bytes
             if copied.error is not None or item.job.load:
                 self._end(item, copied.error)
             else:
                 self._io(item, self._media.write)
         self._executor.poll()
+        self._give_up()
         self._fill()
+
+    def _give_up(self) -> None:
+        """End what NVMe does not get on with, so that no request waits for it and no page is kept for it."""
+        now_s = self._clock.monotonic()
+        stuck = now_s - self._progress_s > HUNG_S
+        for item in [*self._moving, *(self._loads if stuck else ()), *(self._stores if stuck else ())]:
+            since_s = max(item.job.began_s, self._progress_s) if item.began_s is None else item.began_s
+            if now_s - since_s <= HUNG_S:
+                continue
+            if item in self._moving:
+                self._moving.remove(item)
+                item.area = -1  # ``_moved`` brings it back
+            else:
+                (self._loads if item.job.load else self._stores).remove(item)
+            item.job.io_failed += 1
+            self._end(item, f"given up: NVMe did not answer within {HUNG_S:g} s")
 
     def _fill(self) -> None:
         """Give free areas to what waits."""
@@ -178,11 +199,24 @@ class Pipeline(Generic[T]):
         self._mover.start(number, item.item, item.area, load=item.job.load, length=item.extent.length)
 
     def _io(self, item: _Item[T], move: Callable[[int, Extent], None]) -> None:
-        work = partial(move, item.area, item.extent)
-        if not self._executor.submit(work, lambda _, error: self._moved(item, error), urgent=item.job.load):
+        area = item.area
+
+        def work() -> None:
+            if item in self._moving:
+                item.began_s = self._clock.monotonic()
+                move(area, item.extent)
+
+        self._moving.add(item)
+        if not self._executor.submit(work, lambda _, error: self._moved(item, area, error), urgent=item.job.load):
+            self._moving.remove(item)
             self._end(item, "too much is queued for NVMe")
 
-    def _moved(self, item: _Item[T], error: BaseException | None) -> None:
+    def _moved(self, item: _Item[T], area: int, error: BaseException | None) -> None:
+        self._progress_s = self._clock.monotonic()
+        if item not in self._moving:
+            self._areas.append(area)
+            return
+        self._moving.remove(item)
         if error is not None:
             item.job.io_failed += 1
             self._end(item, f"{type(error).__name__}: {error}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from kvstow.direct.base import Extent
-from kvstow.direct.pipeline import DRAIN_TIMEOUT_S, Copied, Ended, Pipeline
+from kvstow.direct.pipeline import DRAIN_TIMEOUT_S, HUNG_S, Copied, Ended, Pipeline
 from kvstow.errors import CopyError
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
@@ -50,12 +50,14 @@ class FakeMedia:
         self.areas = areas
         self.moves: list[str] = []
         self.fails: dict[int, Exception] = {}
+        self.during: Callable[[], object] = lambda: None
         self.closed = 0
 
     def _move(self, what: str, extent: Extent) -> None:
         if extent.offset in self.fails:
             raise self.fails[extent.offset]
         self.moves.append(f"{what} {extent.offset}")
+        self.during()
 
     def write(self, area: int, extent: Extent) -> None:
         self._move("write", extent)
@@ -93,6 +95,7 @@ class Rig:
         assert sorted(self.pipeline._areas) == list(range(self.media.areas))
         assert not self.pipeline._jobs
         assert not self.pipeline._copying
+        assert not self.pipeline._moving
 
 
 def test_a_store_is_copied_then_written() -> None:
@@ -230,3 +233,61 @@ def test_what_hangs_is_not_waited_for_without_end() -> None:
     before = rig.clock.monotonic()
     rig.pipeline.close()
     assert rig.clock.monotonic() - before == DRAIN_TIMEOUT_S
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_nvme_that_hangs_fails_what_waits_for_it(load: bool) -> None:
+    rig = Rig(2)
+    rig.submit(1, 1, 2, 3, load=load)
+    for item in rig.mover.copying():
+        rig.mover.finish(item)
+    assert rig.pipeline.ended() == []
+    rig.clock.advance(HUNG_S)
+    assert rig.pipeline.ended() == []
+    rig.clock.advance(0.5)
+    [end] = rig.pipeline.ended()
+    assert (end.failed, end.io_failed) == ((0, 1, 2), 3)
+    assert "did not answer within 30 s" in str(end.error)
+    assert rig.pipeline._areas == [], "it may yet use them"
+    rig.submit(2, 4, load=load)
+    assert rig.pipeline.ended() == []
+    [end] = rig.run()
+    assert (end.ticket, end.failed) == (2, ())
+    assert rig.media.moves == [f"{'read' if load else 'write'} 4"], "what was given up before it began is not done"
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_an_answer_that_comes_too_late(load: bool) -> None:
+    rig, ends = Rig(1), []
+    rig.submit(1, 1, load=load)
+    for item in rig.mover.copying():
+        rig.mover.finish(item)
+
+    def owner() -> None:
+        assert rig.pipeline.ended() == []
+        rig.clock.advance(HUNG_S + 1)
+        ends.extend(rig.pipeline.ended())
+        assert rig.pipeline._areas == [], "its area is in use"
+
+    rig.media.during = owner
+    rig.pipeline.ended()
+    rig.executor.run_all()
+    rig.media.during = lambda: None
+    assert [end.failed for end in ends] == [(0,)]
+    assert rig.pipeline.ended() == []
+    assert rig.mover.copying() == [], "its pages are another request's by now"
+    rig.check_idle()
+
+
+def test_slow_is_not_hung() -> None:
+    rig = Rig(1)
+    rig.submit(1, *range(9), load=True)
+    ended: list[Ended] = []
+    while not ended:
+        rig.clock.advance(HUNG_S)
+        rig.executor.run_next()
+        ended += rig.pipeline.ended()
+        for item in rig.mover.copying():
+            rig.mover.finish(item)
+    assert ended[0].failed == ()
