@@ -12,7 +12,9 @@ from kvstow.errors import UnsupportedError
 
 app = typer.Typer(no_args_is_help=True, help="What codecs save, cost, and do to a model.")
 
-ModelOption = Annotated[str, typer.Option(help="A Hugging Face directory with a causal language model.")]
+ModelOption = Annotated[
+    Path, typer.Option(exists=True, file_okay=False, help="A Hugging Face directory with a causal language model.")
+]
 TextsArgument = Annotated[
     list[Path], typer.Argument(exists=True, dir_okay=False, help="Text files of at least 1,152 tokens each.")
 ]
@@ -37,7 +39,7 @@ def bench(texts: TextsArgument, model: ModelOption, codec: CodecOption = None, a
         raise UnsupportedError(f"{error.name} is missing; kvstow[codec], torch and transformers are needed") from error
     codecs = [choose.codec(name) for name in codec or choose.NAMES[1:]]
     try:
-        rows = list(effect.measure(model, [path.read_text() for path in texts], codecs))
+        rows = list(effect.measure(str(model), [path.read_text() for path in texts], codecs))
     except (OSError, ValueError) as error:  # no model there, a text that is too short or isn't UTF-8
         raise UnsupportedError(f"--model {model}: {error}") from error
     if as_json:

@@ -1,6 +1,6 @@
 """Where settings come from: defaults < YAML file < ``KVSTOW_*`` variables < ``kv_connector_extra_config``.
 
-The only reader of the environment.
+Reads the environment, as only ``kvstow.settings`` does.
 """
 
 from __future__ import annotations
