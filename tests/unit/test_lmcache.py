@@ -270,6 +270,7 @@ def test_o1_a_missing_file_is_named() -> None:
         ("cache_policy", "MRU", "LRU, LFU or FIFO"),
         ("local_disk_path_sharding", "by_moon", "by_gpu"),
         ("extra_config", "{", "a JSON object"),
+        ("extra_config", "[" * 100_000, "a JSON object"),
         ("extra_config", "[1]", "a mapping"),
     ],
 )

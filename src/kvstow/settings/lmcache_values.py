@@ -132,7 +132,7 @@ class _Translator:
         value = self._raw(name)
         try:
             parsed = json.loads(value) if isinstance(value, str) else value
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._wrong(name, "a JSON object", secret=True) from None
         if parsed is not None and not isinstance(parsed, Mapping):
             raise self._wrong(name, "a mapping", secret=True)
