@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 from typing import TypeVar
 
 from kvstow.errors import StoreRefused, StoreUnavailable
-from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
-from kvstow.store.base import Buffer, Outcome, Store
+from kvstow.store.base import Store
+from kvstow.store.wrapper import Wrapper
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -28,7 +28,7 @@ class NotAsked(StoreUnavailable):
     """The breaker is open; what keeps failing is another error, which came before."""
 
 
-class Breaker:
+class Breaker(Wrapper):
     """Forwards to ``store``; after ``failures`` failed calls in a row it is open for ``open_s`` seconds.
 
     Open, a call raises ``StoreUnavailable`` at once. Then, half-open, one call is let through as a trial while
@@ -40,7 +40,7 @@ class Breaker:
     """
 
     def __init__(self, store: Store, clock: Clock, *, failures: int = 5, open_s: float = 10.0) -> None:
-        self._store = store
+        super().__init__(store)
         self._clock = clock
         self._failures = failures
         self._open_s = open_s
@@ -59,22 +59,6 @@ class Breaker:
             return BreakerState.CLOSED
         elapsed = self._clock.monotonic() - self._opened_at >= self._open_s
         return BreakerState.HALF_OPEN if elapsed else BreakerState.OPEN
-
-    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._call(self._store.contains, keys)
-
-    def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
-        return self._call(self._store.read, items)
-
-    def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
-        return self._call(self._store.write, items)
-
-    def delete(self, keys: Sequence[ChunkKey]) -> None:
-        return self._call(self._store.delete, keys)
-
-    def close(self) -> None:
-        """Always forwarded: an open breaker must not leak what the store holds."""
-        self._store.close()
 
     def _call(self, method: Callable[[A], R], argument: A) -> R:
         trial = self._enter()

@@ -9,11 +9,12 @@ from typing import Final
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
 from kvstow.store.base import REJECTED, Buffer, Outcome, Store
+from kvstow.store.wrapper import Wrapper
 
 BURST_S: Final = 2.0  # a prompt's chunks come all at once
 
 
-class WriteLimit:
+class WriteLimit(Wrapper):
     """Forwards to ``store``; writes are ``REJECTED`` while those of the last seconds were more than ``bytes_s``.
 
     A computed prompt is written all at once, by every engine, on the network that others wait for a read on. What is
@@ -22,7 +23,7 @@ class WriteLimit:
     """
 
     def __init__(self, store: Store, clock: Clock, *, bytes_s: float, burst_s: float = BURST_S) -> None:
-        self._store = store
+        super().__init__(store)
         self._clock = clock
         self._bytes_s = bytes_s
         self._most = bytes_s * burst_s
@@ -30,22 +31,10 @@ class WriteLimit:
         self._left = self._most
         self._at_s = clock.monotonic()
 
-    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._store.contains(keys)
-
-    def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
-        return self._store.read(items)
-
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
         takes = [self._take(sum(map(len, parts))) for _, parts in items]
         wrote = iter(self._store.write([item for item, take in zip(items, takes, strict=True) if take]))
         return [next(wrote) if take else REJECTED for take in takes]
-
-    def delete(self, keys: Sequence[ChunkKey]) -> None:
-        self._store.delete(keys)
-
-    def close(self) -> None:
-        self._store.close()
 
     def _take(self, size: int) -> bool:
         with self._lock:

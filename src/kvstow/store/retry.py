@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from kvstow.errors import StoreUnavailable
-from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
-from kvstow.store.base import Buffer, Outcome, Store
+from kvstow.store.base import Store
+from kvstow.store.wrapper import Wrapper
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -20,7 +20,7 @@ FIRST_PAUSE_S: Final = 0.01
 TOTAL_S: Final = 0.15  # less than a fetch is waited for
 
 
-class Retry:
+class Retry(Wrapper):
     """Forwards to ``store``; a call that ended in ``StoreUnavailable`` is made again, at most ``attempts`` in all.
 
     It heals what is over by then: a connection that somebody in between dropped while it was idle, a failover. So
@@ -42,7 +42,7 @@ class Retry:
         total_s: float = TOTAL_S,
         pause: Callable[[float], object] | None = None,
     ) -> None:
-        self._store = store
+        super().__init__(store)
         self._clock = clock
         self._rng = rng
         self._attempts = attempts
@@ -51,21 +51,9 @@ class Retry:
         self._closed = threading.Event()
         self._pause = pause or self._closed.wait
 
-    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._call(self._store.contains, keys)
-
-    def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
-        return self._call(self._store.read, items)
-
-    def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
-        return self._call(self._store.write, items)
-
-    def delete(self, keys: Sequence[ChunkKey]) -> None:
-        return self._call(self._store.delete, keys)
-
     def close(self) -> None:
         self._closed.set()
-        self._store.close()
+        super().close()
 
     def _call(self, method: Callable[[A], R], argument: A) -> R:
         until_s = self._clock.monotonic() + self._total_s
