@@ -212,3 +212,17 @@ class ThreadExecutor:
                 self._done.append(work)
                 del work  # an idle thread must not keep the last result, and the memory it views, alive
                 self._ended.notify_all()
+
+
+def run_within(
+    name: str, work: Callable[[], T], timeout_s: float
+) -> tuple[T, None] | tuple[None, BaseException] | None:
+    """How ``work`` ended, as its value or what it raised, on a thread of its own. None: it has not ended after
+    ``timeout_s``, and is left behind."""
+    ended: list[tuple[Any, Any]] = []
+    executor = ThreadExecutor(name)
+    executor.submit(work, lambda value, error: ended.append((value, error)))
+    executor.wait(timeout_s)
+    executor.poll()
+    executor.close(0.0)
+    return ended[0] if ended else None

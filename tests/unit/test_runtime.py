@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstow.runtime import Clock, SystemClock, ThreadExecutor, WorkDropped
+from kvstow.runtime import Clock, SystemClock, ThreadExecutor, WorkDropped, run_within
 
 PATIENCE_S = 30.0  # how long a test waits for what must come
 
@@ -216,3 +216,16 @@ def test_every_end_comes_once_under_load() -> None:
         assert executor.close(PATIENCE_S)
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_work_within_a_time_ends_with_its_value_or_its_error_or_is_left_behind() -> None:
+    assert run_within("test", lambda: 3, 20.0) == (3, None)
+    fault = ValueError("no")
+
+    def fail() -> int:
+        raise fault
+
+    assert run_within("test", fail, 20.0) == (None, fault)
+    release = threading.Event()
+    assert run_within("test", lambda: release.wait(20.0), 0.0) is None
+    release.set()

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from kvstow.errors import StoreError, StoreUnavailable
 from kvstow.key import ChunkKey
-from kvstow.runtime import ThreadExecutor
+from kvstow.runtime import run_within
 from kvstow.store.base import Buffer, Done, Missing, Outcome, Rejected, Store
 
 T = TypeVar("T")
@@ -57,18 +57,12 @@ class CheckedStore:
 def within(name: str, work: Callable[[], T], timeout_s: float) -> T:
     """The value of ``work``, which others wrote: run on a thread of its own, for at most ``timeout_s``. Raises
     ``StoreUnavailable`` for whatever it raises, and when it has not ended."""
-    ended: list[tuple[T | None, BaseException | None]] = []
-    executor = ThreadExecutor(name)
-    executor.submit(work, lambda value, error: ended.append((value, error)))
-    executor.wait(timeout_s)
-    executor.poll()
-    executor.close(0.0)
-    if not ended:
+    ended = run_within(name, work, timeout_s)
+    if ended is None:
         raise StoreUnavailable(f"it did not end within {timeout_s:g} s")
-    value, error = ended[0]
-    if error is not None:
-        raise StoreUnavailable(f"{type(error).__name__}: {error}") from error
-    return value  # type: ignore[return-value]
+    if ended[1] is not None:
+        raise StoreUnavailable(f"{type(ended[1]).__name__}: {ended[1]}") from ended[1]
+    return ended[0]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from kvstow.runtime import ThreadExecutor
+from kvstow.runtime import run_within
 
 MAX_FOUND: Final = 400  # characters of what somebody else's message may add
 
@@ -49,15 +49,10 @@ def unknown(check: str, found: str, fix: str = "") -> Result:
 def bounded(name: str, check: Check, limit_s: float) -> list[Result]:
     """The results of ``check``, on a thread of its own that is left behind when it takes longer than ``limit_s``: what
     hangs the doctor hangs the tier. Whatever it raises is a result too."""
-    ended: list[tuple[list[Result] | None, BaseException | None]] = []
-    executor = ThreadExecutor("doctor")
-    executor.submit(lambda: list(check()), lambda value, error: ended.append((value, error)))
-    executor.wait(limit_s)
-    executor.poll()
-    executor.close(0.0)
-    if not ended:
+    ended = run_within("doctor", lambda: list(check()), limit_s)
+    if ended is None:
         return [failed(name, f"no answer within {limit_s:g} s: it hangs", "see why before vLLM uses it")]
-    value, error = ended[0]
+    value, error = ended
     if value is None:
         return [unknown(name, f"could not check: {type(error).__name__}: {error}"[:MAX_FOUND])]
     return value

@@ -15,7 +15,7 @@ from kvstow.cli.verify.client import Model, Server, ServerFault
 from kvstow.cli.verify.judge import Code, Seen, Verdict, judge, notes
 from kvstow.cli.verify.readings import Readings
 from kvstow.errors import SettingsError
-from kvstow.runtime import Clock, SystemClock, ThreadExecutor
+from kvstow.runtime import Clock, SystemClock, run_within
 from kvstow.settings import variable
 
 EXIT_FAILED: Final = 1
@@ -147,12 +147,7 @@ def _report(verdict: Verdict, seen: Seen | None = None, model: str = "") -> dict
 
 def _within(limit_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What ``work`` returns; it is left behind when it takes longer."""
-    ended: list[tuple[dict[str, Any] | None, BaseException | None]] = []
-    executor = ThreadExecutor("verify")
-    executor.submit(work, lambda value, error: ended.append((value, error)))
-    executor.wait(limit_s)
-    executor.poll()
-    value, error = ended[0] if ended else (None, ServerFault("the time given is over"))
+    value, error = run_within("verify", work, limit_s) or (None, ServerFault("the time given is over"))
     if value is not None:
         return value
     if not isinstance(error, ServerFault):
