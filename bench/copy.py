@@ -6,21 +6,18 @@ shuffled blocks and slots, memcpy moves the same number of bytes in one call. Si
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import mmap
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from bench.report import command
 from kvstow.device.base import Transfer
 from kvstow.device.cpu import CpuDevice
 from kvstow.layout import HEADER_BYTES, Place, Span, align_up
@@ -119,14 +116,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, default=Path("out/bench_copy.json"))
-    arguments = parser.parse_args()
-    result = run(arguments.rounds)
-    Console().print(table(result))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    command(__doc__, "copy", ROUNDS, run, table)
 
 
 if __name__ == "__main__":

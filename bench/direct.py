@@ -12,8 +12,6 @@ not count either.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -24,10 +22,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import bench.disk
+from bench.report import OUT, command
 from kvstow import build
 from kvstow.device.base import KVSpec, Transfer
 from kvstow.device.cpu import CpuDevice
@@ -42,7 +40,6 @@ from kvstow.settings import Direct, Settings
 from kvstow.slots import Lease
 from kvstow.vllm.direct import DirectDevice, open_direct
 
-OUT: Final = Path(__file__).resolve().parent.parent / "out"
 CHUNKS: Final = 64
 DEPTH: Final = 4
 ROUNDS: Final = 15
@@ -213,15 +210,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--folder", type=Path, default=OUT, help="where to make the files: on the disk to measure")
-    parser.add_argument("--out", type=Path, default=OUT / "bench_direct.json")
-    arguments = parser.parse_args()
-    result = run(arguments.rounds, arguments.folder)
-    Console().print(table(result))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    command(__doc__, "direct", ROUNDS, run, table, folder=OUT)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ rate without the flush is shown as "cached": it holds until the dirty pages' lim
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import statistics
@@ -23,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
+from bench.report import OUT, command
 from kvstow import frame
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import GroupLayout
@@ -35,7 +33,6 @@ from kvstow.store.base import Done
 from kvstow.store.disk import DiskOptions, DiskStore
 from kvstow.store.disk.names import chunk_path
 
-OUT: Final = Path(__file__).resolve().parent.parent / "out"
 CHUNK_BYTES: Final = 4 << 20
 CHUNKS: Final = 64
 DEPTH: Final = 4
@@ -229,15 +226,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--folder", type=Path, default=OUT, help="where to make the files: on the disk to measure")
-    parser.add_argument("--out", type=Path, default=OUT / "bench_disk.json")
-    arguments = parser.parse_args()
-    result = run(arguments.rounds, arguments.folder)
-    Console().print(table(result))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    command(__doc__, "disk", ROUNDS, run, table, folder=OUT)
 
 
 if __name__ == "__main__":

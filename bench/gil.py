@@ -9,7 +9,6 @@ disk are shared either way, so the ratio of the two times is what the threads ta
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -22,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
-from bench.disk import GROUP, OUT, Frames, open_store
+from bench.disk import GROUP, Frames, open_store
+from bench.report import OUT, finish, options
 from kvstow import frame
 from kvstow.runtime import ThreadExecutor
 from kvstow.store.base import Done
@@ -183,20 +182,15 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--folder", type=Path, default=OUT, help="where to make the files")
+    parser = options(__doc__, ROUNDS, OUT / "bench_gil.json", OUT)
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=OUT / "bench_gil.json")
     arguments = parser.parse_args()
     if arguments.load:
         serve(arguments.load, arguments.rate)
         return
     result = run(arguments.rounds, arguments.folder)
-    Console().print(table(result))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    finish(result, table(result), arguments.out)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,17 @@ apart, and, reading, verifies the frame's checksum.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-
-from bench.over_client import ROUND_BYTES, Client, Tier, compare, table
+from bench.over_client import ROUND_BYTES, Client, compare, table
+from bench.report import command
 from kvstow.runtime import SystemClock
 from kvstow.testing.mooncake_server import MooncakeServer, missing, quiet
 
-OUT: Final = Path(__file__).resolve().parent.parent / "out"
 ROUNDS: Final = 7
 
 
@@ -59,7 +56,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
             options = MooncakeOptions(server.master)
             client, config = connect(options), replicas(1)
             store = MooncakeStore(options, SystemClock(), lambda: (client, config))
-            found = compare(Alone(client), Tier(store), rounds)
+            found = compare(Alone(client), store, rounds)
             store.close()
         finally:
             server.kill()
@@ -67,14 +64,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, default=OUT / "bench_mooncake.json")
-    arguments = parser.parse_args()
-    result = run(arguments.rounds)
-    Console().print(table(result["mooncake"], "Mooncake on loopback, TCP"))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    command(__doc__, "mooncake", ROUNDS, run, partial(table, part="mooncake", title="Mooncake on loopback, TCP"))
 
 
 if __name__ == "__main__":

@@ -8,20 +8,16 @@ where it put them. The tier also takes lengths before bytes, puts the bytes into
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 from typing import Any, Final
 
-from rich.console import Console
-
-from bench.over_client import Client, Tier, compare, table
+from bench.over_client import Client, compare, table
+from bench.report import command
 from kvstow.runtime import SystemClock
 
-OUT: Final = Path(__file__).resolve().parent.parent / "out"
 ROUNDS: Final = 7
 BUCKET: Final = "bench"
 CREDENTIALS: Final = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
@@ -59,7 +55,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
         url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
         store = ObjectsStore(ObjectsOptions(parse_url(f"s3://{BUCKET}/tier"), endpoint=url), SystemClock())
         try:
-            found = compare(Alone(store), Tier(store), rounds)
+            found = compare(Alone(store), store, rounds)
         finally:
             store.close()
             server.kill()
@@ -67,14 +63,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, default=OUT / "bench_objects.json")
-    arguments = parser.parse_args()
-    result = run(arguments.rounds)
-    Console().print(table(result["objects"], "An object store on loopback"))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    command(__doc__, "objects", ROUNDS, run, partial(table, part="objects", title="An object store on loopback"))
 
 
 if __name__ == "__main__":

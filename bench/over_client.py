@@ -39,9 +39,9 @@ class Client(Protocol):
 class Tier:
     """What a tier does on its threads: the store's call, and the check of what came."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, group: GroupLayout) -> None:
         self._store = store
-        self.group = GroupLayout(1, 1, (1,))
+        self._group = group
 
     @staticmethod
     def key(chunk: int) -> ChunkKey:
@@ -52,28 +52,26 @@ class Tier:
 
     def get(self, chunk: int, slot: memoryview) -> None:
         key = self.key(chunk)
-        assert self._store.read([(key, slot)]) == [Done(len(slot))]
-        frame.check(slot, len(slot), key, self.group)
+        [outcome] = self._store.read([(key, slot)])
+        assert isinstance(outcome, Done)
+        frame.check(slot, outcome.length, key, self._group, checksum=outcome.checksum)
 
     def delete(self, chunk: int) -> None:
         self._store.delete([self.key(chunk)])
 
 
-def compare(client: Client, tier: Tier, rounds: int) -> dict[str, Any]:
+def compare(client: Client, store: Store, rounds: int) -> dict[str, Any]:
     """``get_over_client`` and ``put_over_client``, the least of all sizes; under ``mib_<n>`` each size's."""
-    sizes = {f"mib_{mib}": _measure(client, tier, mib, rounds) for mib in SIZES_MIB}
+    sizes = {f"mib_{mib}": _measure(client, store, mib, rounds) for mib in SIZES_MIB}
     least = {f"{way}_over_client": min(size[f"{way}_over_client"] for size in sizes.values()) for way in WAYS}
     return {**least, **sizes, "depth": DEPTH, "rounds": rounds}
 
 
-def _measure(client: Client, tier: Tier, mib: int, rounds: int) -> dict[str, float]:
+def _measure(client: Client, store: Store, mib: int, rounds: int) -> dict[str, float]:
     """GB/s of both sides and ways for frames of ``mib`` MiB, and the tier's shares of the client's."""
-    group = tier.group = GroupLayout(32, 1, ((mib << 20) - HEADER_BYTES,))
+    group, slots = frames(mib)
+    tier = Tier(store, group)
     chunks = ROUND_BYTES // group.frame_bytes
-    memory = memoryview(mmap.mmap(-1, DEPTH * group.frame_bytes))
-    slots = [memory[i * group.frame_bytes :][: group.frame_bytes] for i in range(DEPTH)]
-    for slot in slots:
-        slot[:] = os.urandom(4096) * (group.frame_bytes // 4096)
     sides: dict[str, Client] = {"client": client, "tier": tier}
     took: dict[str, list[float]] = {f"{who}_{way}": [] for who in sides for way in WAYS}
     executor = ThreadExecutor("bench", threads=DEPTH)
@@ -81,7 +79,7 @@ def _measure(client: Client, tier: Tier, mib: int, rounds: int) -> dict[str, flo
         order = ("client", "tier") if round_ % 2 else ("tier", "client")
         for way in ("put", "get"):
             for who in order:
-                took[f"{who}_{way}"].append(_timed(executor, getattr(sides[who], way), slots, chunks))
+                took[f"{who}_{way}"].append(timed(executor, [getattr(sides[who], way)] * DEPTH, slots, chunks))
                 _each(chunks, sides[who].delete)
             if way == "put":  # each side wrote into an emptied store; frames of their own are read
                 for who in order:
@@ -101,14 +99,24 @@ def _each(chunks: int, work: Callable[[int], None]) -> None:
         work(chunk)
 
 
-def _timed(executor: ThreadExecutor, work: Work, slots: Sequence[memoryview], chunks: int) -> float:
-    """Seconds until every chunk was taken, each thread with a slot of its own."""
+def frames(mib: int) -> tuple[GroupLayout, list[memoryview]]:
+    """The layout of frames of ``mib`` MiB, and a slot of noise for each thread."""
+    group = GroupLayout(32, 1, ((mib << 20) - HEADER_BYTES,))
+    memory = memoryview(mmap.mmap(-1, DEPTH * group.frame_bytes))
+    slots = [memory[i * group.frame_bytes :][: group.frame_bytes] for i in range(DEPTH)]
+    for slot in slots:
+        slot[:] = os.urandom(4096) * (group.frame_bytes // 4096)
+    return group, slots
+
+
+def timed(executor: ThreadExecutor, works: Sequence[Work], slots: Sequence[memoryview], chunks: int) -> float:
+    """Seconds until every chunk was taken, each thread with a work and a slot of its own."""
     left = iter(range(chunks))
     faults: list[BaseException] = []
 
     def take(thread: int) -> None:
         for chunk in left:  # one step of an iterator over a range is atomic
-            work(chunk, slots[thread])
+            works[thread](chunk, slots[thread])
 
     def ended(_: None, error: BaseException | None) -> None:
         if error is not None:
@@ -126,8 +134,9 @@ def _timed(executor: ThreadExecutor, work: Work, slots: Sequence[memoryview], ch
     return took
 
 
-def table(found: dict[str, Any], title: str) -> Table:
-    """The result for people."""
+def table(result: dict[str, Any], part: str, title: str) -> Table:
+    """The result of ``part`` for people."""
+    found = result[part]
     if "skipped" in found:
         view = Table(title=f"{title}: skipped", title_justify="left")
         view.add_column(found["skipped"])

@@ -7,42 +7,26 @@ also goes through redis-py's pool of connections, keeps to its deadlines, writes
 
 from __future__ import annotations
 
-import argparse
-import json
-import mmap
-import os
 import socket
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
+from bench.over_client import DEPTH, FIRST_ROUNDS_DROPPED, SIZES_MIB, WAYS, Tier, Work, frames, timed
+from bench.report import command
 from kvstow import frame
-from kvstow.key import ChunkKey, Namespace
-from kvstow.layout import HEADER_BYTES, GroupLayout
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.store.base import Done
 from kvstow.store.redis import RedisOptions
 from kvstow.store.redis.options import parse_address
 from kvstow.store.redis.store import RedisStore
 from kvstow.testing.redis_server import RedisServer, program
 
-OUT: Final = Path(__file__).resolve().parent.parent / "out"
-SIZES_MIB: Final = (1, 4, 32)
 ROUND_BYTES: Final = 256 << 20
-DEPTH: Final = 4
 ROUNDS: Final = 15
-FIRST_ROUNDS_DROPPED: Final = 1  # connections made, the server's memory taken from the system
-NAMESPACE: Final = Namespace.from_fields({"made by": "bench"})
-SEEN: Final = ("get", "put")
-
-Work = Callable[[int, memoryview], None]  # chunk, slot
 
 
 class Raw:
@@ -79,61 +63,13 @@ class Raw:
         self._sock.close()
 
 
-class Tier:
-    def __init__(self, store: RedisStore, group: GroupLayout) -> None:
-        self._store = store
-        self._group = group
-
-    @staticmethod
-    def key(chunk: int) -> ChunkKey:
-        return ChunkKey.build(NAMESPACE, 0, chunk.to_bytes(32, "little"))
-
-    def put(self, chunk: int, slot: memoryview) -> None:
-        assert self._store.write([(self.key(chunk), [slot])]) == [Done(len(slot))]
-
-    def get(self, chunk: int, slot: memoryview) -> None:
-        key = self.key(chunk)
-        [outcome] = self._store.read([(key, slot)])
-        assert isinstance(outcome, Done)
-        frame.check(slot, outcome.length, key, self._group, checksum=outcome.checksum)
-
-
-def timed(executor: ThreadExecutor, works: Sequence[Work], slots: Sequence[memoryview], chunks: int) -> float:
-    """Seconds until every chunk was taken, each thread with a work and a slot of its own."""
-    left = iter(range(chunks))
-    faults: list[BaseException] = []
-
-    def take(thread: int) -> None:
-        for chunk in left:  # one step of an iterator over a range is atomic
-            works[thread](chunk, slots[thread])
-
-    def ended(_: None, error: BaseException | None) -> None:
-        if error is not None:
-            faults.append(error)
-
-    began = time.perf_counter()
-    for thread in range(DEPTH):
-        executor.submit(partial(take, thread), ended)
-    while executor.outstanding:
-        executor.wait(60.0)
-        executor.poll()
-    took = time.perf_counter() - began
-    if faults:
-        raise faults[0]
-    return took
-
-
 def measure(server: RedisServer, mib: int, rounds: int) -> dict[str, float]:
     """GB/s of both sides and ways for frames of ``mib`` MiB, and the tier's shares of raw."""
-    group = GroupLayout(32, 1, ((mib << 20) - HEADER_BYTES,))
+    group, slots = frames(mib)
     chunks = ROUND_BYTES // group.frame_bytes
-    memory = memoryview(mmap.mmap(-1, DEPTH * group.frame_bytes))
-    slots = [memory[i * group.frame_bytes :][: group.frame_bytes] for i in range(DEPTH)]
     store, executor = _open(server), ThreadExecutor("bench", threads=DEPTH)
     raw, tier = [Raw(server.port) for _ in range(DEPTH)], Tier(store, group)
-    took: dict[str, list[float]] = {f"{who}_{way}": [] for who in ("raw", "tier") for way in SEEN}
-    for slot in slots:
-        slot[:] = os.urandom(4096) * (group.frame_bytes // 4096)
+    took: dict[str, list[float]] = {f"{who}_{way}": [] for who in ("raw", "tier") for way in WAYS}
 
     def run(name: str, works: Sequence[Work]) -> None:
         took[name].append(timed(executor, works, slots, chunks))
@@ -160,7 +96,7 @@ def measure(server: RedisServer, mib: int, rounds: int) -> dict[str, float]:
         f"{name}_gb_s": chunks * group.frame_bytes / 1e9 / statistics.median(times[FIRST_ROUNDS_DROPPED:])
         for name, times in took.items()
     }
-    return result | {f"{way}_over_raw": result[f"tier_{way}_gb_s"] / result[f"raw_{way}_gb_s"] for way in SEEN}
+    return result | {f"{way}_over_raw": result[f"tier_{way}_gb_s"] / result[f"raw_{way}_gb_s"] for way in WAYS}
 
 
 def _open(server: RedisServer) -> RedisStore:
@@ -175,7 +111,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
             sizes = {f"mib_{mib}": measure(server, mib, rounds) for mib in SIZES_MIB}
         finally:
             server.kill()
-    least = {f"{way}_over_raw": min(size[f"{way}_over_raw"] for size in sizes.values()) for way in SEEN}
+    least = {f"{way}_over_raw": min(size[f"{way}_over_raw"] for size in sizes.values()) for way in WAYS}
     shape = {"depth": DEPTH, "rounds": rounds, "server": Path(program() or "").name}
     return {"redis": {**least, **sizes, **shape}}
 
@@ -189,20 +125,13 @@ def table(result: dict[str, Any]) -> Table:
         view.add_column(column, justify="right")
     for mib in SIZES_MIB:
         size = redis[f"mib_{mib}"]
-        cells = [size[name] for way in SEEN for name in (f"raw_{way}_gb_s", f"tier_{way}_gb_s", f"{way}_over_raw")]
+        cells = [size[name] for way in WAYS for name in (f"raw_{way}_gb_s", f"tier_{way}_gb_s", f"{way}_over_raw")]
         view.add_row(f"{mib} MiB", *(f"{cell:.2f}" for cell in cells))
     return view
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, default=OUT / "bench_redis.json")
-    arguments = parser.parse_args()
-    result = run(arguments.rounds)
-    Console().print(table(result))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    command(__doc__, "redis", ROUNDS, run, table)
 
 
 if __name__ == "__main__":
