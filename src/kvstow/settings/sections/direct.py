@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.kinds import PATHS, SIZE
+from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName
 
 FILE_STAGING_BYTES: Final = 256 << 20  # a rank: what moves between two steps of the engine, of 50 ms and more
 RDS_STAGING_BYTES: Final = 2048 << 20  # a rank: rds_buffer_size of the RBLN documentation
@@ -52,7 +52,7 @@ class Direct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(description="The most chunks that direct storage holds. Unset: what fits into `direct.size`."),
     ] = None
     policy: Annotated[
-        Literal["lru", "s3fifo"],
+        PolicyName,
         Meta(description="Which chunk makes room. After a restart the order is that of storing."),
     ] = "lru"
     failure_policy: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from kvstow.settings.sections.codec import RAW, Codec
-from kvstow.settings.sections.kinds import PATHS, SIZE
+from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName
 
 DEFAULT_MIN_FREE_BYTES: Final = 1_000_000_000
 DEFAULT_SCRUB_BYTES_S: Final = 10_000_000  # a terabyte in 28 hours
@@ -46,7 +46,7 @@ class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = "key"
     policy: Annotated[
-        Literal["lru", "s3fifo"],
+        PolicyName,
         Meta(description="Which chunk makes room, in each directory. After a restart the order is that of last use."),
     ] = "lru"
     admission: Annotated[

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 SIZE: Final = "size"
 SECRET: Final = "secret"
 PATHS: Final = "paths"
 NAMES: Final = "names"
 OPTIONS: Final = "options"
+
+PolicyName = Literal["lru", "s3fifo"]  # of kvstow.build.POLICIES

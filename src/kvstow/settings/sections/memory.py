@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.kinds import SIZE
+from kvstow.settings.sections.kinds import SIZE, PolicyName
 
 DEFAULT_MEMORY_BYTES: Final = 5_000_000_000
 
@@ -23,7 +23,7 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = DEFAULT_MEMORY_BYTES
     policy: Annotated[
-        Literal["lru", "s3fifo"],
+        PolicyName,
         Meta(description="Which chunk makes room: the least recently used, or S3-FIFO, which keeps chunks used again."),
     ] = "lru"
     pool_dir: Annotated[
