@@ -11,7 +11,7 @@ import pytest
 from kvstow.errors import SettingsError
 from kvstow.settings import Effective, Settings, leaves, parse, parse_lmcache
 from kvstow.settings import lmcache as module
-from kvstow.settings.lmcache_keys import EXTRA_KEYS, KEYS, Fate
+from kvstow.settings.lmcache_keys import EXTRA_KEYS, EXTRA_MAPPED, KEYS, Fate
 from kvstow.settings.lmcache_values import DEFAULT_POOL_GIB, GIB, Given, translate
 from kvstow.settings.sources import value_of
 from kvstow.settings.yamlfile import parse_yaml
@@ -401,6 +401,15 @@ def test_the_rbln_block_selects_direct_storage(workers: int) -> None:
 def test_rds_is_recognised_by_its_class_under_any_name() -> None:
     extra = '{"storage_plugin.nvme.module_path": "anything", "storage_plugin.nvme.class_name": "RDSBackend"}'
     assert of(given(storage_plugins="nvme", extra_config=extra), "direct.engine") == "rds"
+
+
+@pytest.mark.parametrize("name", EXTRA_MAPPED)
+def test_null_in_the_extra_config_is_unset(name: str) -> None:
+    for other in ({"storage_plugins": "RDSBackend"}, {"remote_url": "s3://bucket"}, {"local_disk": "/d"}):
+        without = given(**other, max_local_disk_size="1", max_local_cpu_size="1")
+        null = given(**other, max_local_disk_size="1", max_local_cpu_size="1", extra_config=f'{{"{name}": null}}')
+        assert null.settings == without.settings
+        assert warned(null) == warned(without)
 
 
 def test_an_rds_failure_policy_that_is_unknown_is_refused() -> None:

@@ -69,7 +69,12 @@ class _Translator:
         self.notes: list[Note] = []
         self._given = given
         self._workers = workers
-        self._extra: dict[str, Any] = dict(self._mapping("extra_config"))
+        extra = self._mapping("extra_config")
+        self._extra: dict[str, Any] = {  # LMCache writes null for what is unset
+            name: value
+            for name, value in extra.items()
+            if value is not None or name.removeprefix("mooncake_") not in EXTRA_MAPPED
+        }
         self._used: set[str] = set()
         self._direct = False
         self._lower: list[str] = []
