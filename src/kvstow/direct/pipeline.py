@@ -5,6 +5,8 @@
 
 Chunks go one by one, as areas become free, so that a prompt may be larger than the staging; while one is on NVMe the
 next is copied. Where NVMe hangs they fail, after a while; an area that it may yet use stays its own until it answers.
+From the first that hung NVMe is not asked, and everything fails at once, until a trial, which nothing waits for, has
+read the extent that hung.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvstow.direct.base import Extent, Media
-from kvstow.errors import CopyError
+from kvstow.errors import CopyError, FrameError
 from kvstow.runtime import Clock, Executor
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 DRAIN_TIMEOUT_S = 30.0  # gigabytes at the speed of a slow disk
 HUNG_S = 30.0  # of one chunk on NVMe, and of nothing that ends while others wait
+TRIAL_S = 10.0  # from a hang to a trial, and from one that failed to the next
 
 
 class Copied(NamedTuple):
@@ -98,10 +101,18 @@ class Pipeline(Generic[T]):
         self._copying: dict[int, _Item[T]] = {}  # by the mover's ticket
         self._moving: set[_Item[T]] = set()  # given to the executor, and not given up
         self._progress_s = clock.monotonic()
+        self._hung: Extent | None = None
+        self._trying = False
+        self._trial_s = 0.0  # not sooner
         self._next = 0
         self._jobs: dict[int, _Job] = {}
         self._ended: list[Ended] = []
         self._closed = False
+
+    @property
+    def hung(self) -> bool:
+        """Whether NVMe did not answer, and has not since."""
+        return self._hung is not None
 
     def submit(self, ticket: int, items: Sequence[tuple[T, Extent]], *, load: bool) -> None:
         """Start a job of at least one item."""
@@ -169,26 +180,53 @@ class Pipeline(Generic[T]):
     def _give_up(self) -> None:
         """End what NVMe does not get on with, so that no request waits for it and no page is kept for it."""
         now_s = self._clock.monotonic()
-        stuck = now_s - self._progress_s > HUNG_S
-        for item in [*self._moving, *(self._loads if stuck else ()), *(self._stores if stuck else ())]:
+        for item in [*self._moving, *self._loads, *self._stores]:
             since_s = max(item.job.began_s, self._progress_s) if item.began_s is None else item.began_s
-            if now_s - since_s <= HUNG_S:
-                continue
-            if item in self._moving:
-                self._moving.remove(item)
-                item.area = -1  # ``_moved`` brings it back
-            else:
-                (self._loads if item.job.load else self._stores).remove(item)
-            item.job.io_failed += 1
-            self._end(item, f"given up: NVMe did not answer within {HUNG_S:g} s")
+            if now_s - since_s > HUNG_S:
+                self._drop(item, f"given up: NVMe did not answer within {HUNG_S:g} s")
+                if self._hung is None:
+                    self._hung, self._trial_s = item.extent, now_s + TRIAL_S
+        if self._hung is None:
+            return
+        for item in [*self._moving, *self._loads, *self._stores]:
+            if item.began_s is None:
+                self._drop(item, "not asked: NVMe does not answer")
+        self._try(self._hung, now_s)
+
+    def _drop(self, item: _Item[T], why: str) -> None:
+        if item in self._moving:
+            self._moving.remove(item)
+            item.area = -1  # ``_moved`` brings it back
+        else:
+            (self._loads if item.job.load else self._stores).remove(item)
+        item.job.io_failed += 1
+        self._end(item, why)
+
+    def _try(self, extent: Extent, now_s: float) -> None:
+        """Read what hung once more, at most one at a time: whatever is there, that it is said is an answer."""
+        if self._trying or not self._areas or now_s < self._trial_s:
+            return
+        area = self._areas.pop()
+
+        def tried(_: None, error: BaseException | None) -> None:
+            self._trying = False
+            self._areas.append(area)
+            if error is None or isinstance(error, FrameError):
+                self._hung = None
+                self._progress_s = self._clock.monotonic()
+            self._trial_s = self._clock.monotonic() + TRIAL_S
+
+        self._trying = self._executor.submit(lambda: self._media.read(area, extent), tried, urgent=True)
+        if not self._trying:
+            self._areas.append(area)
 
     def _fill(self) -> None:
         """Give free areas to what waits."""
-        while self._areas and self._loads:
+        while self._areas and self._loads and self._hung is None:
             item = self._loads.popleft()
             item.area = self._areas.pop()
             self._io(item, self._media.read)
-        while len(self._areas) > self._kept_for_loads and self._stores:
+        while len(self._areas) > self._kept_for_loads and self._stores and self._hung is None:
             item = self._stores.popleft()
             item.area = self._areas.pop()
             self._copy(item)

@@ -24,6 +24,7 @@ from kvstow.runtime import Clock, Executor
 logger = logging.getLogger("kvstow")
 
 WORK_DEADLINE_S: Final = 30.0  # an idle engine is kept stepping at most this long for a write that hangs
+MAX_GENERATION: Final = 1 << 63  # of the 64 bits of a record and of a header page
 _BODY: Final = struct.Struct("<QH98s12x")
 _EMPTY: Final = bytes(RECORD_BYTES)
 _LEAST_KEY_BYTES: Final = NAMESPACE_BYTES + 3
@@ -35,14 +36,17 @@ def record(key: ChunkKey, generation: int) -> bytes:
 
 
 def entries(data: bytes, slots: int) -> list[tuple[int, int, ChunkKey]]:
-    """``(generation, slot, key)`` of every whole record, of a key's several the latest, in order of generation."""
+    """``(generation, slot, key)`` of every whole record, of a key's several the latest, in order of generation.
+
+    A generation that no filling can have reached is no record: those after it must have room to count on.
+    """
     latest: dict[ChunkKey, tuple[int, int]] = {}
     for slot in range(min(slots, len(data) // RECORD_BYTES)):
         one = data[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES]
         if one == _EMPTY or xxh3_64_digest(one[: _BODY.size]) != one[_BODY.size :]:
             continue
         generation, length, key = _BODY.unpack_from(one)
-        if _LEAST_KEY_BYTES <= length <= MAX_KEY_BYTES:
+        if _LEAST_KEY_BYTES <= length <= MAX_KEY_BYTES and generation < MAX_GENERATION:
             chunk = ChunkKey(key[:length])
             latest[chunk] = max((generation, slot), latest.get(chunk, (-1, -1)))
     return sorted((generation, slot, key) for key, (generation, slot) in latest.items())
@@ -61,8 +65,12 @@ class Table:
         self._failed = False
 
     def read(self) -> list[tuple[int, int, ChunkKey]]:
-        """What an earlier engine left: see ``entries``. Blocks: for the start."""
-        return entries(os.pread(self._fd, self._slots * RECORD_BYTES, SUPERBLOCK_BYTES), self._slots)
+        """What an earlier engine left: see ``entries``; nothing where it can't be read. Blocks: for the start."""
+        try:
+            return entries(os.pread(self._fd, self._slots * RECORD_BYTES, SUPERBLOCK_BYTES), self._slots)
+        except OSError as error:
+            logger.error("Direct storage: its table can't be read, so nothing is found: %s", error)
+            return []
 
     def put(self, slot: int, key: ChunkKey, generation: int) -> None:
         self._dirty[slot] = record(key, generation)

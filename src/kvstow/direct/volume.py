@@ -107,6 +107,8 @@ def device_bytes(path: str) -> int | None:
 
 def open_volume(paths: Sequence[str], geometry: Geometry, *, consent: bool, lock_timeout_s: float) -> Volume:
     """Lock every file, and format them all unless they are one set of this geometry. Raises ``SettingsError``."""
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
+        raise SettingsError(f"direct.path: {', '.join(paths)}: each rank needs a file or block device of its own")
     fds: list[int] = []
     try:
         for path in paths:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvstow.direct.base import Extent
-from kvstow.direct.pipeline import DRAIN_TIMEOUT_S, HUNG_S, Copied, Ended, Pipeline
-from kvstow.errors import CopyError
+from kvstow.direct.pipeline import DRAIN_TIMEOUT_S, HUNG_S, TRIAL_S, Copied, Ended, Pipeline
+from kvstow.errors import CopyError, FrameError
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
 
@@ -250,10 +250,115 @@ def test_nvme_that_hangs_fails_what_waits_for_it(load: bool) -> None:
     assert "did not answer within 30 s" in str(end.error)
     assert rig.pipeline._areas == [], "it may yet use them"
     rig.submit(2, 4, load=load)
+    [end] = rig.pipeline.ended()
+    assert (end.ticket, end.failed, end.io_failed) == (2, (0,), 1)
+    assert "not asked" in str(end.error)
+    rig.executor.run_all()
+    assert rig.media.moves == [], "what was given up before it began is not done"
     assert rig.pipeline.ended() == []
+    rig.check_idle()
+
+
+class Hanging(Rig):
+    """NVMe did not answer for the load of extent 1, and has since: its thread is free again."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.submit(1, 1, load=True)
+        self.clock.advance(HUNG_S + 1)
+        assert [end.failed for end in self.pipeline.ended()] == [(0,)]
+        assert self.pipeline.hung
+        self.executor.run_all()
+        assert self.pipeline.ended() == []
+        self.check_idle()
+
+    def trial(self) -> None:
+        self.clock.advance(TRIAL_S)
+        assert self.pipeline.ended() == []
+        self.executor.run_all()
+        assert self.pipeline.ended() == []
+
+    def check_pending_trial(self) -> None:
+        assert self.pipeline.ended() == []
+        assert self.executor.pending == 1
+        assert self.pipeline.hung
+
+    def check_bypassed(self) -> None:
+        """Loads and stores fail at once, none is tried."""
+        moves = list(self.media.moves)
+        for load in (True, False):
+            self.submit(9, 7, 8, load=load)
+            [end] = self.pipeline.ended()
+            assert (end.failed, end.io_failed) == ((0, 1), 2)
+        self.executor.run_all()
+        assert self.media.moves == moves
+
+
+def test_after_a_hang_nothing_waits_until_a_trial_is_answered() -> None:
+    rig = Hanging()
+    rig.check_bypassed()
+    assert rig.executor.pending == 0, "no trial at once"
+    rig.trial()
+    assert rig.media.moves == ["read 1"], "what hung is read"
+    assert not rig.pipeline.hung
+    rig.submit(2, 4, 5, load=True)
     [end] = rig.run()
-    assert (end.ticket, end.failed) == (2, ())
-    assert rig.media.moves == [f"{'read' if load else 'write'} 4"], "what was given up before it began is not done"
+    assert end.failed == ()
+    rig.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("answer", "answered"),
+    [
+        (OSError(5, "Input/output error"), False), (CopyError("short"), False),
+        (FrameError("another chunk's"), True), (None, True),
+    ],
+)  # fmt: skip
+def test_a_trial_that_fails_comes_again(answer: Exception | None, answered: bool) -> None:
+    rig = Hanging()
+    rig.media.fails = {} if answer is None else {1: answer}
+    rig.trial()
+    assert rig.pipeline.hung is not answered
+    if not answered:
+        rig.check_bypassed()
+        rig.media.fails = {}
+        rig.trial()
+        assert not rig.pipeline.hung
+    rig.check_idle()
+
+
+def test_a_trial_that_hangs_is_the_only_one() -> None:
+    rig = Hanging()
+    for _ in range(5):
+        rig.clock.advance(TRIAL_S)
+        rig.check_pending_trial()
+    rig.executor.run_all()
+    assert rig.pipeline.ended() == []
+    assert not rig.pipeline.hung
+    rig.check_idle()
+
+
+def test_a_store_that_was_being_copied_when_nvme_hung() -> None:
+    rig = Rig()
+    rig.submit(1, 1, load=True)
+    rig.submit(2, 2, load=False)
+    rig.clock.advance(HUNG_S + 1)
+    assert [end.ticket for end in rig.pipeline.ended()] == [1]
+    rig.mover.finish("store 2")
+    [end] = rig.pipeline.ended()
+    assert (end.ticket, end.failed, end.moved_bytes) == (2, (0,), 10)
+    rig.executor.run_all()
+    assert rig.media.moves == []
+    assert rig.pipeline.ended() == []
+    rig.check_idle()
+
+
+def test_closing_while_nvme_hangs() -> None:
+    rig = Hanging()
+    rig.clock.advance(TRIAL_S)
+    rig.check_pending_trial()
+    rig.pipeline.close()
+    rig.executor.poll()
     rig.check_idle()
 
 
