@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from math import gcd
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from kvstow.device.base import Finished, KVCache, KVSpec, Transfer
-from kvstow.device.plan import GroupPlan, Move, attach_groups, check
-from kvstow.device.tickets import FENCE_TIMEOUT_S, Tickets
+from kvstow.device.base import KVCache, KVSpec
+from kvstow.device.plan import GroupPlan, Move, attach_groups
+from kvstow.device.tickets import FENCE_TIMEOUT_S, TicketDevice
 from kvstow.errors import CopyError
 from kvstow.hostmem import populate
 from kvstow.layout import GroupPages
@@ -205,14 +205,12 @@ class _Group:
             at += rows.shape[1] * self.unit
 
 
-class CpuDevice:
+class CpuDevice(TicketDevice):
     """``Device`` over ordinary memory.
 
-    ``executor`` is this device's own, with one thread, which makes tickets end in the order in which they came; the
-    device closes it. A copy that the executor has no room for fails at once. ``copy_out`` is called after the
-    forward returned and ``copy_in`` before anyone reads the blocks, so on a CPU that is all the ordering there is;
-    ``fence`` waits. On ``toucher``, closed with the device, the pool is touched for the first time; None: by the
-    copies.
+    ``copy_out`` is called after the forward returned and ``copy_in`` before anyone reads the blocks, so on a CPU that
+    is all the ordering there is; ``fence`` waits. On ``toucher``, closed with the device, the pool is touched for the
+    first time; None: by the copies.
     """
 
     def __init__(
@@ -224,30 +222,23 @@ class CpuDevice:
         mover: Mover | None = None,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
-        self._tickets = Tickets(executor, clock, fence_timeout_s)
+        super().__init__(executor, clock, fence_timeout_s)
         self._toucher = toucher
-        self._clock = clock
         self._mover = mover or TorchMover()
-        self._fence_timeout_s = fence_timeout_s
-        self._plans: list[GroupPlan] = []
         self._groups: list[_Group] = []
-        self._pool: torch.Tensor | None = None
-        self._shard = 0
         self._stop = threading.Event()  # for the toucher
 
     def attach(
         self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
     ) -> tuple[GroupPages, ...]:
-        self._tickets.fence()
+        self.fence()
         with torch.inference_mode(False):  # an inference tensor made here could not be written on another thread
             self._plans = attach_groups(kv_caches, groups, "cpu")
             self._groups = [_Group(plan, self._mover) for plan in self._plans]
         return tuple(plan.pages for plan in self._plans)
 
     def map_pool(self, pool: memoryview, shard: int) -> None:
-        with torch.inference_mode(False):
-            self._pool = torch.frombuffer(pool, dtype=torch.uint8)
-        self._shard = shard
+        super().map_pool(pool, shard)
         if self._toucher is not None:
             self._toucher.submit(lambda: self._touch(pool), lambda _, error: None)
 
@@ -261,33 +252,15 @@ class CpuDevice:
             if offset >= POPULATE_AT_ONCE_BYTES:
                 rest(self._stop, self._clock.monotonic() - began_s, POPULATE_SHARE)
 
-    def copy_out(self, ticket: int, transfers: Sequence[Transfer]) -> None:
-        self._start(ticket, transfers, load=False)
+    def _around(self) -> Callable[[], AbstractContextManager[object]]:
+        return one_thread
 
-    def copy_in(self, ticket: int, transfers: Sequence[Transfer]) -> None:
-        self._start(ticket, transfers, load=True)
-
-    def _start(self, ticket: int, transfers: Sequence[Transfer], *, load: bool) -> None:
-        pool, groups, plans, shard = self._pool, self._groups, self._plans, self._shard
-        pool_bytes = 0 if pool is None else pool.numel()
-
-        def copy(transfer: Transfer) -> int:
-            move = check(transfer, plans, pool_bytes, shard, load=load)
-            assert pool is not None
-            return groups[move.group].copy(pool, move, load=load)
-
-        self._tickets.start(ticket, transfers, copy, one_thread)
-
-    def finished(self) -> list[Finished]:
-        return self._tickets.finished()
-
-    def fence(self, tickets: Sequence[int]) -> None:
-        """Wait for the copies; what is left after ``fence_timeout_s`` has failed, and ``CopyError`` is raised."""
-        self._tickets.fence(tickets)
+    def _copy(self, pool: torch.Tensor, move: Move, *, load: bool) -> int:
+        return self._groups[move.group].copy(pool, move, load=load)
 
     def close(self) -> None:
         self._stop.set()
         if self._toucher is not None:
             self._toucher.close(self._fence_timeout_s)
-        self._tickets.close()
-        self._pool, self._groups, self._plans = None, [], []
+        super().close()
+        self._groups = []

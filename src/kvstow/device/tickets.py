@@ -1,12 +1,15 @@
-"""Tickets of a device whose copies run on one executor's thread: their order, their ends and waiting for them."""
+"""What devices have in common whose copies run on one executor's thread: their tickets, and waiting for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Final
 
+import torch
+
 from kvstow.device.base import Finished, Transfer
+from kvstow.device.plan import GroupPlan, Move, check
 from kvstow.errors import CopyError
 from kvstow.runtime import Clock, Executor
 
@@ -14,11 +17,14 @@ FENCE_TIMEOUT_S: Final = 30.0  # tens of GB at memory speed: what takes longer i
 FAILURES: Final = (CopyError, RuntimeError, IndexError, ValueError)  # of a copy: a miss; anything else is a bug
 
 
-class Tickets:
-    """``executor`` is the device's own, with one thread, so tickets end in the order in which they came; it is closed
-    with ``close``. A ticket that the executor has no room for fails at once."""
+class TicketDevice:
+    """A ``Device`` but for ``attach``, which fills ``_plans``, and what subclasses say of ``_around`` and ``_copy``.
 
-    def __init__(self, executor: Executor, clock: Clock, fence_timeout_s: float = FENCE_TIMEOUT_S) -> None:
+    ``executor`` is the device's own, with one thread, so tickets end in the order in which they came; it is closed
+    with ``close``. A ticket that the executor has no room for fails at once.
+    """
+
+    def __init__(self, executor: Executor, clock: Clock, fence_timeout_s: float) -> None:
         self._executor = executor
         self._clock = clock
         self._fence_timeout_s = fence_timeout_s
@@ -26,21 +32,41 @@ class Tickets:
         self._given_up: set[int] = set()  # a fence could not wait for these: whatever they moved is not to be used
         self._ended: list[Finished] = []
         self._closed = False
+        self._plans: list[GroupPlan] = []
+        self._pool: torch.Tensor | None = None
+        self._shard = 0
 
-    def start(
-        self,
-        ticket: int,
-        transfers: Sequence[Transfer],
-        copy: Callable[[Transfer], int],
-        around: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        """Copy each transfer, within one ``around()``, on the executor's thread; ``copy`` returns its bytes.
+    def _around(self) -> Callable[[], AbstractContextManager[object]]:
+        """Called by ``copy_out`` and ``copy_in``: makes the context of a ticket's copies, on the executor's thread.
+        Raises ``CopyError`` where the ticket can't be started."""
+        raise NotImplementedError
 
-        A transfer whose copy raises fails alone; where ``around`` raises, all have failed.
-        """
-        clock = self._clock
+    def _copy(self, pool: torch.Tensor, move: Move, *, load: bool) -> int:
+        """Copy one checked transfer; returns its bytes. On the executor's thread."""
+        raise NotImplementedError
+
+    def map_pool(self, pool: memoryview, shard: int) -> None:
+        with torch.inference_mode(False):  # an inference tensor made here could not be written on another thread
+            self._pool = torch.frombuffer(pool, dtype=torch.uint8)
+        self._shard = shard
+
+    def copy_out(self, ticket: int, transfers: Sequence[Transfer]) -> None:
+        self._start(ticket, transfers, load=False)
+
+    def copy_in(self, ticket: int, transfers: Sequence[Transfer]) -> None:
+        self._start(ticket, transfers, load=True)
+
+    def _start(self, ticket: int, transfers: Sequence[Transfer], *, load: bool) -> None:
+        """A transfer whose copy raises fails alone; where ``_around`` raises, all have failed."""
+        clock, pool, plans, shard = self._clock, self._pool, self._plans, self._shard
+        pool_bytes = 0 if pool is None else pool.numel()
         # The caller's lists of block ids grow while the copy waits its turn.
         batch = [Transfer(t.place, tuple(t.block_ids), t.first_block, t.group) for t in transfers]
+        try:
+            around = self._around()
+        except CopyError as error:
+            self._ended.append(Finished(ticket, tuple(range(len(batch))), str(error), 0, 0.0))
+            return
 
         def work() -> Finished:
             began = clock.monotonic()
@@ -50,7 +76,9 @@ class Tickets:
                 with around():
                     for i, transfer in enumerate(batch):
                         try:
-                            moved += copy(transfer)
+                            move = check(transfer, plans, pool_bytes, shard, load=load)
+                            assert pool is not None
+                            moved += self._copy(pool, move, load=load)
                         except FAILURES as error:
                             failed[i] = str(error)
             except FAILURES as error:
@@ -69,10 +97,6 @@ class Tickets:
             done, error = None, CopyError(f"the copy took longer than a fence waits ({self._fence_timeout_s} s)")
         self._ended.append(done or Finished(ticket, tuple(range(count)), str(error), 0, 0.0))
 
-    def fail(self, ticket: int, count: int, error: str) -> None:
-        """End a ticket of ``count`` transfers that could not be started."""
-        self._ended.append(Finished(ticket, tuple(range(count)), error, 0, 0.0))
-
     def finished(self) -> list[Finished]:
         """Tickets that ended since the last call, each exactly once."""
         self._executor.poll()
@@ -80,7 +104,7 @@ class Tickets:
         return ended
 
     def fence(self, tickets: Iterable[int] | None = None) -> None:
-        """Wait for these tickets, all by default; what is left after ``fence_timeout_s`` has failed, and ``CopyError``
+        """Wait for these copies, all by default; what is left after ``fence_timeout_s`` has failed, and ``CopyError``
         is raised."""
         deadline = self._clock.monotonic() + self._fence_timeout_s
         waiting = set(self._in_flight) if tickets is None else self._in_flight.keys() & set(tickets)
@@ -101,3 +125,4 @@ class Tickets:
             self.fence()
         self._executor.close(self._fence_timeout_s)
         self._executor.poll()
+        self._pool, self._plans = None, []

@@ -71,6 +71,11 @@ class DirectDevice:
         self._strict = strict
         self._refused: list[Finished] = []
 
+    @property
+    def hung(self) -> bool:
+        """Whether NVMe did not answer, and has not since: nothing is asked of it."""
+        return self._pipeline.hung
+
     def attach(
         self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
     ) -> tuple[GroupPages, ...]:

@@ -90,6 +90,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     jobs: dict[int, JobReport] = field(default_factory=dict)
     step: int = 0  # the one that has been done
     mounted: int = 0  # ranks that mapped the pool in this step
+    hung: dict[tuple[int, int], bool] = field(default_factory=dict)  # ranks whose NVMe stopped answering, or does again
     errors: list[str] = field(default_factory=list)  # why a rank cannot take part, or why copies failed
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -101,5 +102,6 @@ class WorkerMeta(KVConnectorWorkerMetadata):
                 self.jobs[job] = report
         self.step = max(self.step, other.step)
         self.mounted += other.mounted
+        self.hung |= other.hung
         self.errors += other.errors
         return self

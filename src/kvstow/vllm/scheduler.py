@@ -56,6 +56,7 @@ class SchedulerSide:
         self._mount = mount
         self._ranks = len(mount.shards)
         self._mounted = 0
+        self._hung: set[tuple[int, int]] = set()  # ranks: while there are any, direct storage is bypassed
         self._loads = loads
         self._stores = stores
         self._clock = clock
@@ -84,7 +85,7 @@ class SchedulerSide:
                 return None, False
             tracked = self._track(request)
         tracked.local_tokens = computed_tokens
-        if not tracked.load or getattr(request, "skip_reading_prefix_cache", False):
+        if not tracked.load or self._hung or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         if self._mounted < self._ranks:
             return (None, False) if self._starting() else (0, False)
@@ -255,7 +256,7 @@ class SchedulerSide:
 
     def _offer(self, tracked: Tracked, computed_tokens: int) -> None:
         """Give a place to every full chunk of ``tracked`` that no tier holds; refusals are counted by the engine."""
-        if not tracked.store or self._mounted < self._ranks:
+        if not tracked.store or self._mounted < self._ranks or self._hung:
             return
         first, last = tracked.offered, tracked.complete_chunks(computed_tokens)
         if last <= first:
@@ -291,12 +292,22 @@ class SchedulerSide:
             if self._mounted >= self._ranks:
                 self._on_mounted()
                 logger.info("Host pool mapped by %d of %d ranks", self._mounted, self._ranks)
+        if meta.hung:
+            self._bypass(meta.hung)
         for error in meta.errors:
             logger.error("A worker reports: %s", error)
         if meta.errors and self._mounted < self._ranks:
             self.disable(meta.errors[0])  # before that nothing but the mapping can fail, and it is not tried again
         for number, sent in self._jobs.ended(meta.jobs):
             self._ended(number, sent)
+
+    def _bypass(self, ranks: dict[tuple[int, int], bool]) -> None:
+        before = bool(self._hung)
+        self._hung = {rank for rank in self._hung | ranks.keys() if ranks.get(rank, True)}
+        if bool(self._hung) is not before:
+            what = "is bypassed: NVMe does not answer" if self._hung else "is in use again"
+            logger.warning("Tier %s %s", self._engine.place_tier, what)
+            self._metrics.gauge("tier_state", 2 * bool(self._hung), tier=self._engine.place_tier)
 
     def _ended(self, number: int, sent: Sent) -> None:
         tracked = self._tracked.get(sent.req_id)
@@ -365,6 +376,7 @@ class SchedulerSide:
 
     def take_stats(self) -> dict[str, Any] | None:
         """What changed in the metrics since the last call; None when nothing did."""
+        self._engine.show()
         return self._metrics.take()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from kvstow.direct.geometry import DirectRef
 from kvstow.errors import CopyError, KVStowError
 from kvstow.layout import GroupPages
 from kvstow.pool import map_pool
-from kvstow.vllm.direct import open_direct
+from kvstow.vllm.direct import DirectDevice, open_direct
 from kvstow.vllm.metadata import Hello, Job, JobReport, Mount, StepMeta, WorkerMeta
 
 logger = logging.getLogger("kvstow")
@@ -49,6 +49,7 @@ class WorkerSide:
         self._host = host
         self._backends = backends
         self._device: Device | None = None
+        self._hung = False
         self._kv_device = torch.device("cpu")
         self._groups: tuple[GroupPages, ...] = ()
         self._mounted = False
@@ -176,6 +177,8 @@ class WorkerSide:
         if self._device is not None:
             for finished in self._device.finished():
                 self._end(finished)
+        if isinstance(self._device, DirectDevice) and self._device.hung is not self._hung:
+            self._hung = self._report.hung[self._rank] = self._device.hung
 
     def take_finished(self) -> tuple[set[str] | None, set[str] | None]:
         """Requests that finished sending and receiving, each once: vLLM frees or starts them."""
@@ -193,7 +196,7 @@ class WorkerSide:
     def take_report(self) -> WorkerMeta | None:
         """What the scheduler must hear; None when there is nothing."""
         report = self._report
-        if not report.jobs and not report.mounted and not report.errors and not report.step:
+        if not any((report.jobs, report.mounted, report.hung, report.errors, report.step)):
             return None
         self._report = WorkerMeta()
         return report

@@ -11,30 +11,28 @@ Not run on an NPU: its tests run on an emulated device, ``tests/rbln``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final
 
 import torch
 
-from kvstow.device.base import Finished, KVCache, KVSpec, Transfer
-from kvstow.device.plan import GroupPlan, Move, attach_groups, check
+from kvstow.device.base import KVCache, KVSpec
+from kvstow.device.plan import GroupPlan, Move, attach_groups
 from kvstow.device.rbln.layouts import BlockAxis, recognise
 from kvstow.device.rbln.runtime import Runtime, TorchRbln
-from kvstow.device.tickets import FENCE_TIMEOUT_S, Tickets
-from kvstow.errors import UnsupportedError
+from kvstow.device.tickets import FENCE_TIMEOUT_S, TicketDevice
+from kvstow.errors import CopyError, UnsupportedError
 from kvstow.layout import GroupPages
 from kvstow.runtime import Clock, Executor
 
 DEVICE_TYPE: Final = "rbln"
 
 
-class RblnDevice:
-    """``Device`` over an RBLN NPU.
-
-    ``executor`` is this device's own, with one thread; the device closes it. ``block_axis`` is the axis that counts
-    blocks in the KV of attention layers: 1 where vllm-rbln runs with ``use_custom_kernel``, else 0.
-    """
+class RblnDevice(TicketDevice):
+    """``Device`` over an RBLN NPU. ``block_axis`` is the axis that counts blocks in the KV of attention layers: 1 where
+    vllm-rbln runs with ``use_custom_kernel``, else 0."""
 
     def __init__(
         self,
@@ -45,18 +43,15 @@ class RblnDevice:
         runtime: Runtime | None = None,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
-        self._tickets = Tickets(executor, clock, fence_timeout_s)
+        super().__init__(executor, clock, fence_timeout_s)
         self._runtime = runtime or TorchRbln()
         self._recognise = partial(recognise, block_axis=block_axis)
-        self._plans: list[GroupPlan] = []
-        self._pool: torch.Tensor | None = None
-        self._shard = 0
 
     def attach(
         self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
     ) -> tuple[GroupPages, ...]:
         """As the contract says. The number of blocks is the tensors' own, whatever the specs say."""
-        self._tickets.fence()
+        self.fence()
         plans = attach_groups(kv_caches, groups, DEVICE_TYPE, self._recognise)
         for number, plan in enumerate(plans):
             counts = {layer.layer.name: layer.spec.num_blocks for layer in plan.layers}
@@ -66,11 +61,6 @@ class RblnDevice:
         self._runtime.use(plans[0].layers[0].planes[0].device)
         return tuple(plan.pages for plan in plans)
 
-    def map_pool(self, pool: memoryview, shard: int) -> None:
-        with torch.inference_mode(False):
-            self._pool = torch.frombuffer(pool, dtype=torch.uint8)
-        self._shard = shard
-
     def map_device_pool(self, pool: torch.Tensor, shard: int) -> None:
         """From the next copy on the pool is this, in the device's own memory: a one-dimensional uint8 tensor, to which
         direct storage has access. Copies then stay on the device, and no byte passes the host."""
@@ -78,42 +68,18 @@ class RblnDevice:
             raise UnsupportedError(f"a pool on the device is one dimension of uint8, not {pool.dtype} {pool.shape}")
         self._pool, self._shard = pool, shard
 
-    def copy_out(self, ticket: int, transfers: Sequence[Transfer]) -> None:
-        self._start(ticket, transfers, load=False)
-
-    def copy_in(self, ticket: int, transfers: Sequence[Transfer]) -> None:
-        self._start(ticket, transfers, load=True)
-
-    def _start(self, ticket: int, transfers: Sequence[Transfer], *, load: bool) -> None:
-        pool, plans, shard, runtime = self._pool, self._plans, self._shard, self._runtime
-        pool_bytes = 0 if pool is None else pool.numel()
-
-        def copy(transfer: Transfer) -> int:
-            move = check(transfer, plans, pool_bytes, shard, load=load)
-            assert pool is not None
-            plan = plans[move.group]
-            pages, places = zip(*_pairs(plan, move, pool), strict=True) if move.ids else ((), ())
-            if move.ids:
-                runtime.copy(*((list(pages), list(places)) if load else (list(places), list(pages))))
-            return len(move.ids) * plan.block_bytes
-
+    def _around(self) -> Callable[[], AbstractContextManager[object]]:
         try:
-            after = runtime.now()
+            return partial(self._runtime.copying, self._runtime.now())
         except RuntimeError as error:
-            self._tickets.fail(ticket, len(transfers), f"the NPU failed: {error}")
-            return
-        self._tickets.start(ticket, transfers, copy, partial(runtime.copying, after))
+            raise CopyError(f"the NPU failed: {error}") from error
 
-    def finished(self) -> list[Finished]:
-        return self._tickets.finished()
-
-    def fence(self, tickets: Sequence[int]) -> None:
-        """Wait for the copies; what is left after ``fence_timeout_s`` has failed, and ``CopyError`` is raised."""
-        self._tickets.fence(tickets)
-
-    def close(self) -> None:
-        self._tickets.close()
-        self._pool, self._plans = None, []
+    def _copy(self, pool: torch.Tensor, move: Move, *, load: bool) -> int:
+        plan = self._plans[move.group]
+        if move.ids:
+            pages, places = map(list, zip(*_pairs(plan, move, pool), strict=True))
+            self._runtime.copy(*((pages, places) if load else (places, pages)))
+        return len(move.ids) * plan.block_bytes
 
 
 def _pairs(plan: GroupPlan, move: Move, pool: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
