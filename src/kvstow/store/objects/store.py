@@ -20,7 +20,9 @@ from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
 from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Outcome
 from kvstow.store.objects.clients import NO_SUCH_PLACE, as_store_error, code_of, open_client, status_of
+from kvstow.store.objects.line import AskClient
 from kvstow.store.objects.options import ObjectsOptions
+from kvstow.store.objects.plain import Plain, goes_plain
 
 R = TypeVar("R")
 
@@ -32,7 +34,7 @@ BEYOND_END: Final = 416
 
 
 class ObjectsStore:
-    """See the module. ``say`` hears, once, that the store has no conditional writes."""
+    """See the module. ``say`` hears, once each, that the store has no conditional writes, or takes no signed URLs."""
 
     def __init__(
         self, options: ObjectsOptions, clock: Clock, *, say: Callable[[str], None] = lambda _: None
@@ -41,6 +43,7 @@ class ObjectsStore:
         self._clock = clock
         self._say = say
         self._client = open_client(options)
+        self._plain = Plain(self._client, options, clock) if goes_plain(options) else None
         self._streams = options.bucket.kind not in ("file", "memory")  # a file's stream is of 8 KiB pieces
         self._loops = _Loops()
         self._lock = threading.Lock()
@@ -88,6 +91,8 @@ class ObjectsStore:
 
     def close(self) -> None:
         self._loops.close()
+        if self._plain is not None:
+            self._plain.close()
 
     def _deadline_s(self) -> float:
         return self._clock.monotonic() + 2 * self._options.timeout_s
@@ -117,12 +122,34 @@ class ObjectsStore:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def _read(self, path: str, buffer: Buffer) -> Outcome:
+        deadline_s, plain = self._deadline_s(), self._plain
+        if plain is None:
+            return self._by_client(path, buffer)
+        try:
+            with _faults():
+                return plain.read(path, buffer)
+        except AskClient as error:
+            why = str(error) if error.always else ""
+        self._check(deadline_s)
+        outcome = self._by_client(path, buffer, deadline_s - self._clock.monotonic())
+        if why and isinstance(outcome, Done):
+            self._without_plain(why)
+        return outcome
+
+    def _without_plain(self, why: str) -> None:
+        with self._lock:
+            plain, self._plain = self._plain, None
+        if plain is not None:
+            plain.close()
+            self._say(f"signed URLs don't serve ({why}): reading is slower, by the client with signed requests")
+
+    def _by_client(self, path: str, buffer: Buffer, limit_s: float | None = None) -> Outcome:
         """The first part's answer says how long the object is, before any of its bytes is taken."""
         try:
             with _faults():
                 first: Any = {"range": (0, max(1, min(self._options.part_bytes, len(buffer))))}
-                if len(buffer) > self._options.part_bytes:
-                    [outcome] = self._together([self._read_parts(path, buffer, first)])
+                if limit_s is not None or len(buffer) > self._options.part_bytes:
+                    [outcome] = self._together([self._read_parts(path, buffer, first)], limit_s)
                     return outcome
                 got = obstore.get(self._client, path, options=first)
                 length = int(got.meta["size"])
@@ -208,8 +235,8 @@ class ObjectsStore:
 
     # --- many requests at once ------------------------------------------------------------------------------------
 
-    def _together(self, works: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
-        """In the calling thread, at most ``parallel`` under way, all within the call's limit."""
+    def _together(self, works: Sequence[Coroutine[Any, Any, R]], limit_s: float | None = None) -> list[R]:
+        """In the calling thread, at most ``parallel`` under way, all within ``limit_s``, or the call's limit."""
         room = asyncio.Semaphore(self._options.parallel)
 
         async def one(work: Coroutine[Any, Any, R]) -> R:
@@ -217,7 +244,7 @@ class ObjectsStore:
                 return await work
 
         async def every() -> list[R]:
-            async with asyncio.timeout(2 * self._options.timeout_s):
+            async with asyncio.timeout(2 * self._options.timeout_s if limit_s is None else limit_s):
                 return await _all([one(work) for work in works])
 
         with self._loops.one() as loop:
