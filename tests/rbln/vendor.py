@@ -95,7 +95,7 @@ KNOWN: Final[dict[str, dict[str, Any]]] = {
     "rebel": {
         "__version__": VERSION,
         "EMULATED": True,
-        "get_npu_count": lambda: 1,
+        "get_npu_count": lambda: len(os.environ.get("RBLN_VISIBLE_DEVICES", "0").split(",")),
         "get_npu_name": lambda *_: NPU_NAME,
         "npu_is_available": lambda *_: True,
     },
@@ -150,10 +150,11 @@ def _torch_rbln() -> types.ModuleType:
 def _collectives() -> None:
     import torch.distributed as dist
 
-    def gloo(options: Any, _: object) -> Any:
-        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+    from tests.rbln.emulator.collectives import HostGroup
 
-    dist.Backend.register_backend("rbln-ccl", gloo, extended_api=True, devices=["rbln", "cpu"])
+    dist.Backend.register_backend(
+        "rbln-ccl", lambda options, _: HostGroup(options), extended_api=True, devices=["rbln", "cpu"]
+    )
 
 
 def boot() -> None:

@@ -1,0 +1,63 @@
+"""Collectives between ranks that each have an emulated device: gloo, by way of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class _Ended(dist._Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[object]:
+        future: torch.futures.Future[object] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class HostGroup(dist.ProcessGroup):
+    """What vLLM calls of a group with tensors on the device. A call returns when it has ended."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self._gloo = dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, timeout=options.timeout
+        )
+
+    def getBackendName(self) -> str:
+        return "rbln-ccl"
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> _Ended:
+        hosts = [tensor.cpu() for tensor in tensors]
+        self._gloo.allreduce(hosts, options or dist.AllreduceOptions()).wait()
+        return _copied(tensors, hosts)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> _Ended:
+        hosts = [tensor.cpu() for tensor in tensors]
+        self._gloo.broadcast(hosts, options).wait()
+        return _copied(tensors, hosts)
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> _Ended:
+        host = torch.empty(output.shape, dtype=output.dtype)
+        self._gloo._allgather_base(host, tensor.cpu(), options or dist.AllgatherOptions()).wait()
+        return _copied([output], [host])
+
+    all_gather_single = _allgather_base  # as newer releases of torch call it
+
+    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> _Ended:
+        hosts = [[torch.empty(each.shape, dtype=each.dtype) for each in output] for output in outputs]
+        self._gloo.allgather(hosts, [tensor.cpu() for tensor in tensors], options).wait()
+        return _copied([each for output in outputs for each in output], [each for host in hosts for each in host])
+
+    def barrier(self, options: Any = None) -> _Ended:
+        self._gloo.barrier(options or dist.BarrierOptions()).wait()
+        return _Ended()
+
+
+def _copied(tensors: list[torch.Tensor], hosts: list[torch.Tensor]) -> _Ended:
+    for tensor, host in zip(tensors, hosts, strict=True):
+        tensor.copy_(host)
+    return _Ended()
