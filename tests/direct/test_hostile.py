@@ -13,8 +13,10 @@ import torch
 
 from kvstow.device.base import Transfer
 from kvstow.direct.geometry import RECORD_BYTES, SUPERBLOCK_BYTES
+from kvstow.direct.table import MAX_GENERATION, record
 from kvstow.direct.volume import FILE_NAME, open_extents
 from kvstow.errors import CopyError, SettingsError, UnsupportedError
+from kvstow.key import Namespace
 from kvstow.layout import Place, Span
 from kvstow.vllm.direct import open_direct
 from tests.direct.rig import Rig, key, shuffled
@@ -248,6 +250,118 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(file_of(tmp_path, 0))
     with pytest.raises(SettingsError, match="neither a file nor a block device"):
         Rig(tmp_path)
+
+
+def test_one_file_for_two_ranks_under_two_names(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(SettingsError, match="each rank needs a file or block device of its own"):
+        Rig(None, path=(str(tmp_path / "a"), str(tmp_path / "b")))
+    (tmp_path / "b").unlink()
+    os.link(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(SettingsError, match="is in use by another engine"):
+        Rig(None, path=(str(tmp_path / "a"), str(tmp_path / "b")))
+
+
+def test_files_that_are_removed_while_the_engine_runs(tmp_path: Path) -> None:
+    """It goes on with what it has open; the next start finds nothing."""
+    rig = Rig(tmp_path)
+    rig.store(dict(list(CHUNKS.items())[:4]))
+    for shard in (0, 1):
+        file_of(tmp_path, shard).unlink()
+    rig.store(dict(list(CHUNKS.items())[4:]))
+    assert [end.failed for end in rig.load(TARGETS)] == [(), ()]
+    rig.close()
+    again = Rig(tmp_path)
+    assert again.found(*CHUNKS) == []
+    again.close()
+
+
+def test_another_model_s_chunks_are_not_found_and_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path, max_chunks=8)
+    rig.store(CHUNKS)
+    rig.close()
+    monkeypatch.setattr("tests.direct.rig.NAMESPACE", Namespace.from_fields({"made by": "another model"}))
+    other = Rig(tmp_path, max_chunks=8)
+    assert other.extents.free == 0
+    assert other.found(*CHUNKS) == []
+    other.store(CHUNKS)
+    assert other.found(*CHUNKS) == list(CHUNKS)
+    assert [end.failed for end in other.load(TARGETS)] == [(), ()]
+    other.close()
+
+
+def test_a_table_copied_from_another_set_promises_what_reads_do_not_confirm(tmp_path: Path) -> None:
+    rig, twin = Rig(tmp_path / "a"), Rig(tmp_path / "b")
+    rig.store(CHUNKS)
+    rig.close(), twin.close()
+    size = rig.ref.geometry.offsets[0] - SUPERBLOCK_BYTES
+    with file_of(tmp_path / "a", 0).open("rb") as theirs, file_of(tmp_path / "b", 0).open("r+b") as ours:
+        theirs.seek(SUPERBLOCK_BYTES), ours.seek(SUPERBLOCK_BYTES)
+        ours.write(theirs.read(size))
+    again = Rig(tmp_path / "b")
+    assert again.found(*CHUNKS) == list(CHUNKS)
+    ends = again.load(TARGETS)
+    assert [end.failed for end in ends] == [tuple(CHUNKS)] * 2
+    assert again.found(*CHUNKS) == []
+    again.close()
+
+
+def test_a_generation_at_the_end_of_its_range(tmp_path: Path) -> None:
+    """A record that says so is whole: somebody wrote it. The engine counts on."""
+    rig = Rig(tmp_path)
+    rig.close()
+    with file_of(tmp_path, 0).open("r+b") as file:
+        file.seek(SUPERBLOCK_BYTES)
+        file.write(record(key(1), (1 << 64) - 1) + record(key(2), MAX_GENERATION - 1))
+    again = Rig(tmp_path)
+    assert again.found(1, 2) == [2]
+    others = {n: CHUNKS[n] for n in (0, 1, 3)}
+    again.store(others)
+    assert [end.failed for end in again.load(others)] == [(), ()]
+    again.close()
+
+
+@pytest.mark.parametrize("at", ["start", "worker"])
+def test_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    def refusing(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, mode)
+
+    real = os.open
+    rig = Rig(tmp_path / "there")
+    monkeypatch.setattr("kvstow.direct.volume.os.open", refusing)
+    if at == "start":
+        with pytest.raises(SettingsError, match="can't be used: no direct I/O on this filesystem"):
+            Rig(tmp_path / "new")
+    else:
+        with pytest.raises(UnsupportedError, match="can't be opened for direct I/O"):
+            open_direct(rig.ranks[0].inner, rig.ref, 0, torch.device("cpu"))
+    monkeypatch.undo()
+    rig.close()
+
+
+def test_a_disk_that_dies_altogether(tmp_path: Path) -> None:
+    """Every call fails, at once: nothing is found any more, nothing waits, and it comes back with the disk."""
+    rig = Rig(tmp_path, ranks=1)
+    rig.store(CHUNKS)
+    assert rig.ranks[0].device is not None
+    media = rig.ranks[0].device._pipeline._media
+    real = media._preadv, media._pwritev  # type: ignore[attr-defined]
+
+    def dead(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    media._preadv = media._pwritev = dead  # type: ignore[attr-defined]
+    assert rig.load(TARGETS)[0].failed == tuple(CHUNKS)
+    assert rig.found(*CHUNKS) == []
+    assert rig.store({9: (0, 1)})[0].failed == (0,)
+    media._preadv, media._pwritev = real  # type: ignore[attr-defined]
+    rig.store({9: (0, 1)})
+    assert rig.load({9: (4, 5)})[0].failed == ()
+    rig.extents.check_integrity()
+    rig.close()
 
 
 def test_failure_policy_raise_ends_the_engine(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstow.direct.geometry import RECORD_BYTES
-from kvstow.direct.table import Table, entries, record
+from kvstow.direct.table import MAX_GENERATION, Table, entries, record
 from kvstow.key import ChunkKey, Namespace
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
@@ -38,6 +42,21 @@ def test_a_flipped_bit_loses_that_record_only(bit: int) -> None:
     data = bytearray(record(key(1), 1) + record(key(2), 2))
     data[bit // 8] ^= 1 << bit % 8
     assert entries(bytes(data), 2) == [(2, 1, key(2))]
+
+
+@pytest.mark.parametrize("generation", [MAX_GENERATION, (1 << 64) - 1])
+def test_a_generation_that_leaves_no_room_to_count_on_is_no_record(generation: int) -> None:
+    whole = record(key(1), MAX_GENERATION - 1)
+    assert entries(record(key(1), generation) + whole, 2) == [(MAX_GENERATION - 1, 1, key(1))]
+
+
+def test_a_table_that_can_not_be_read_is_an_empty_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fd, clock = os.open(tmp_path, os.O_RDONLY), ManualClock()
+    try:
+        assert Table(fd, 2, ManualExecutor(clock), clock).read() == []
+    finally:
+        os.close(fd)
+    assert "can't be read, so nothing is found" in caplog.text
 
 
 @given(data=st.binary(max_size=RECORD_BYTES * 3))
