@@ -37,6 +37,10 @@ class Media(Protocol):
         """Fill the area with the payload, if it is that of ``extent.tag`` and whole, as far as this engine can tell."""
         ...
 
+    def scrub(self, area: int) -> None:
+        """Check a payload that no read checks, by way of the area; there may be none. What is wrong is lost."""
+        ...
+
     def close(self) -> None:
         """Nothing is in flight. Idempotent."""
         ...

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvstow.direct.base import Extent, Media
@@ -25,7 +26,7 @@ T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 DRAIN_TIMEOUT_S = 30.0  # gigabytes at the speed of a slow disk
 HUNG_S = 30.0  # of one chunk on NVMe, and of nothing that ends while others wait
-TRIAL_S = 10.0  # from a hang to a trial, and from one that failed to the next
+ASIDE_S = 10.0  # between two things that nobody waits for: trials, scrubs
 
 
 class Copied(NamedTuple):
@@ -102,8 +103,8 @@ class Pipeline(Generic[T]):
         self._moving: set[_Item[T]] = set()  # given to the executor, and not given up
         self._progress_s = clock.monotonic()
         self._hung: Extent | None = None
-        self._trying = False
-        self._trial_s = 0.0  # not sooner
+        self._aside = False  # whether a trial or a scrub is under way
+        self._aside_s = self._progress_s + ASIDE_S  # not sooner
         self._next = 0
         self._jobs: dict[int, _Job] = {}
         self._ended: list[Ended] = []
@@ -176,6 +177,7 @@ class Pipeline(Generic[T]):
         self._executor.poll()
         self._give_up()
         self._fill()
+        self._do_aside()
 
     def _give_up(self) -> None:
         """End what NVMe does not get on with, so that no request waits for it and no page is kept for it."""
@@ -185,13 +187,10 @@ class Pipeline(Generic[T]):
             if now_s - since_s > HUNG_S:
                 self._drop(item, f"given up: NVMe did not answer within {HUNG_S:g} s")
                 if self._hung is None:
-                    self._hung, self._trial_s = item.extent, now_s + TRIAL_S
-        if self._hung is None:
-            return
-        for item in [*self._moving, *self._loads, *self._stores]:
+                    self._hung, self._aside_s = item.extent, now_s + ASIDE_S
+        for item in [*self._moving, *self._loads, *self._stores] if self._hung is not None else ():
             if item.began_s is None:
                 self._drop(item, "not asked: NVMe does not answer")
-        self._try(self._hung, now_s)
 
     def _drop(self, item: _Item[T], why: str) -> None:
         if item in self._moving:
@@ -202,22 +201,25 @@ class Pipeline(Generic[T]):
         item.job.io_failed += 1
         self._end(item, why)
 
-    def _try(self, extent: Extent, now_s: float) -> None:
-        """Read what hung once more, at most one at a time: whatever is there, that it is said is an answer."""
-        if self._trying or not self._areas or now_s < self._trial_s:
+    def _do_aside(self) -> None:
+        """What nobody waits for, one at a time: where NVMe hung, read that extent once more, for whatever is said of
+        it is an answer; where it has nothing to do, a scrub."""
+        hung = self._hung
+        if self._aside or not self._areas or self._clock.monotonic() < self._aside_s or (hung is None and self._jobs):
             return
         area = self._areas.pop()
 
-        def tried(_: None, error: BaseException | None) -> None:
-            self._trying = False
+        def ended(_: None, error: BaseException | None) -> None:
+            self._aside = False
             self._areas.append(area)
-            if error is None or isinstance(error, FrameError):
-                self._hung = None
-                self._progress_s = self._clock.monotonic()
-            self._trial_s = self._clock.monotonic() + TRIAL_S
+            self._aside_s = self._clock.monotonic() + ASIDE_S
+            if hung is not None and (error is None or isinstance(error, FrameError)):
+                self._hung, self._progress_s = None, self._clock.monotonic()
 
-        self._trying = self._executor.submit(lambda: self._media.read(area, extent), tried, urgent=True)
-        if not self._trying:
+        media = self._media
+        work = partial(media.scrub, area) if hung is None else partial(media.read, area, hung)
+        self._aside = self._executor.submit(work, ended, urgent=hung is not None)
+        if not self._aside:
             self._areas.append(area)
 
     def _fill(self) -> None:

@@ -10,6 +10,7 @@ and where NVMe is full that one filling fails.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -20,7 +21,9 @@ from kvstow.direct.page import check_page, seal_page
 from kvstow.errors import CopyError, FrameError, UnsupportedError
 from kvstow.layout import ALIGN, HEADER_BYTES, align_up
 
-SAMPLE: Final = 64  # of how many slots the payload of one is checked, through the host
+logger = logging.getLogger("kvstow")
+
+SAMPLE: Final = 64  # of how many slots the payload of one is scrubbed, through the host
 
 
 class Area(Protocol):
@@ -87,10 +90,12 @@ class RdsMedia:
         self._extent_bytes = extent_bytes
         self._sample = sample
         self._chunks: dict[int, Any] = {}
+        self._sampled: dict[int, Extent] = {}  # in the order in which they are scrubbed
 
     def write(self, area: int, extent: Extent) -> None:
         slot, staged = self._slot(extent), self._staged[area]
         checksum = None
+        self._sampled.pop(slot, None)
         if slot % self._sample == 0:
             checksum = xxh3_128_digest(staged.payload.get()[: extent.length])
         staged.page.put(seal_page(extent.tag, self._shard, extent.length, checksum))
@@ -101,8 +106,14 @@ class RdsMedia:
                 self._move(chunk.write, staged.payload, HEADER_BYTES, stream, sync=True)
         except (RuntimeError, ValueError) as error:
             raise CopyError(str(error)) from error
+        if checksum is not None:
+            self._sampled[slot] = extent
 
     def read(self, area: int, extent: Extent) -> None:
+        self._read(area, extent)
+
+    def _read(self, area: int, extent: Extent) -> bytes | None:
+        """``read``; gives the payload's checksum, where there is one."""
         slot, staged = self._slot(extent), self._staged[area]
         chunk = self._chunks.get(slot)
         if chunk is None:
@@ -115,8 +126,20 @@ class RdsMedia:
             self._read_page(chunk, staged, extent)
         except (RuntimeError, ValueError) as error:
             raise CopyError(str(error)) from error
-        if checksum is not None and xxh3_128_digest(staged.payload.get()[: extent.length]) != checksum:
-            raise FrameError("the payload's checksum does not match")
+        return checksum
+
+    def scrub(self, area: int) -> None:
+        """The payload of the next sampled slot, through the host."""
+        if not self._sampled:
+            return
+        slot, extent = next(iter(self._sampled.items()))
+        del self._sampled[slot]
+        checksum = self._read(area, extent)
+        if xxh3_128_digest(self._staged[area].payload.get()[: extent.length]) == checksum:
+            self._sampled[slot] = extent
+            return
+        logger.error("RDS scrub: a payload is not what was written to NVMe. It is a miss from now on")
+        self._chunks.pop(slot).close()
 
     def _read_page(self, chunk: Any, staged: Staged, extent: Extent) -> bytes | None:
         with self._rds.Stream(device=self._device, node_id=0) as stream:

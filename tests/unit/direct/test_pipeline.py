@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvstow.direct.base import Extent
-from kvstow.direct.pipeline import DRAIN_TIMEOUT_S, HUNG_S, TRIAL_S, Copied, Ended, Pipeline
+from kvstow.direct.pipeline import ASIDE_S, DRAIN_TIMEOUT_S, HUNG_S, Copied, Ended, Pipeline
 from kvstow.errors import CopyError, FrameError
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
@@ -64,6 +64,9 @@ class FakeMedia:
 
     def read(self, area: int, extent: Extent) -> None:
         self._move("read", extent)
+
+    def scrub(self, area: int) -> None:
+        self.moves.append("scrub")
 
     def close(self) -> None:
         self.closed += 1
@@ -273,7 +276,7 @@ class Hanging(Rig):
         self.check_idle()
 
     def trial(self) -> None:
-        self.clock.advance(TRIAL_S)
+        self.clock.advance(ASIDE_S)
         assert self.pipeline.ended() == []
         self.executor.run_all()
         assert self.pipeline.ended() == []
@@ -330,7 +333,7 @@ def test_a_trial_that_fails_comes_again(answer: Exception | None, answered: bool
 def test_a_trial_that_hangs_is_the_only_one() -> None:
     rig = Hanging()
     for _ in range(5):
-        rig.clock.advance(TRIAL_S)
+        rig.clock.advance(ASIDE_S)
         rig.check_pending_trial()
     rig.executor.run_all()
     assert rig.pipeline.ended() == []
@@ -355,7 +358,7 @@ def test_a_store_that_was_being_copied_when_nvme_hung() -> None:
 
 def test_closing_while_nvme_hangs() -> None:
     rig = Hanging()
-    rig.clock.advance(TRIAL_S)
+    rig.clock.advance(ASIDE_S)
     rig.check_pending_trial()
     rig.pipeline.close()
     rig.executor.poll()
@@ -396,3 +399,28 @@ def test_slow_is_not_hung() -> None:
         for item in rig.mover.copying():
             rig.mover.finish(item)
     assert ended[0].failed == ()
+
+
+def test_a_scrub_now_and_then_where_nothing_else_is_to_be_done() -> None:
+    rig = Rig()
+    rig.submit(1, 1, load=True)
+    rig.clock.advance(ASIDE_S)
+    assert rig.run()[0].failed == ()
+    assert rig.media.moves == ["read 1", "scrub"]
+    assert rig.run() == []
+    assert rig.media.moves == ["read 1", "scrub"]
+    rig.clock.advance(ASIDE_S)
+    rig.run()
+    assert rig.media.moves == ["read 1", "scrub", "scrub"]
+    rig.check_idle()
+
+
+def test_a_load_waits_for_one_scrub_at_most() -> None:
+    rig = Rig(2)
+    rig.clock.advance(ASIDE_S)
+    rig.pipeline.ended()
+    rig.submit(1, 1, 2, 3, load=True)
+    rig.clock.advance(ASIDE_S)
+    assert rig.run()[0].failed == ()
+    assert rig.media.moves.count("scrub") == 1
+    rig.check_idle()

@@ -115,16 +115,50 @@ def test_a_slot_overwritten_while_it_is_read() -> None:
 
 
 @pytest.mark.parametrize(("slot", "checked"), [(0, True), (4, True), (5, False)])
-def test_a_sample_of_payloads_is_checked(slot: int, checked: bool) -> None:
+def test_a_sample_of_payloads_is_scrubbed(slot: int, checked: bool, caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(sample=4)
     rig.fill(0)
     rig.media.write(0, at(slot, 1))
+    rig.media.scrub(1)
+    rig.media.read(1, at(slot, 1))
+    assert caplog.text == ""
     rig.rds.chunks[0].nvme[HEADER_BYTES + 77] ^= 1
+    rig.media.scrub(1)
+    assert ("not what was written" in caplog.text) is checked
     if checked:
-        with pytest.raises(FrameError, match="checksum does not match"):
+        with pytest.raises(FrameError, match="nothing was written there"):
             rig.media.read(1, at(slot, 1))
-    else:
-        rig.media.read(1, at(slot, 1))
+        assert rig.rds.chunks[0].closed
+        rig.media.write(0, at(slot, 1, generation=2))
+    rig.media.read(1, at(slot, 1, generation=2 if checked else 1))
+
+
+def test_scrubs_go_round() -> None:
+    rig = Rig(sample=2)
+    for slot in range(6):
+        rig.fill(0)
+        rig.media.write(0, at(slot, slot))
+    rig.fill(0)
+    rig.media.write(0, at(2, 9, generation=2))
+    rig.media.write(0, at(3, 10, generation=2))
+    bad = [rig.rds.chunks[slot] for slot in (0, 2, 4)]
+    for chunk in bad:
+        chunk.nvme[HEADER_BYTES + 5] ^= 1
+    for count in (1, 2, 3):
+        rig.media.scrub(0)
+        assert sum(chunk.closed for chunk in bad) == count
+    rig.media.scrub(0)
+
+
+def test_a_scrub_that_can_not_read_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asks for the chunk will."""
+    rig = Rig(sample=1)
+    rig.media.write(0, at(0, 0))
+    rig.rds.fail = "SYS_EIO"
+    with pytest.raises(CopyError):
+        rig.media.scrub(1)
+    assert caplog.text == ""
+    rig.media.scrub(1)
 
 
 @pytest.mark.parametrize("extent", [Extent(100, LENGTH, tag(1)), Extent(0, PAYLOAD + 1, tag(1))])
