@@ -306,6 +306,7 @@ def _whole(came: int, target: Buffer) -> None:
 
 def _still_there(error: FileNotFoundError) -> None:
     """Not an object but the bucket is missing: no miss, a wrong setting."""
+    error.with_traceback(None)  # as in ``_faults``
     if code_of(error) in NO_SUCH_PLACE:
         raise as_store_error(error) from error
 
@@ -320,4 +321,4 @@ def _faults() -> Iterator[None]:
     except TimeoutError as error:
         raise StoreUnavailable("no answer in time") from error
     except (BaseError, OSError) as error:
-        raise as_store_error(error) from error
+        raise as_store_error(error) from error.with_traceback(None)  # obstore keeps it a while, and with it the buffers

@@ -1,0 +1,432 @@
+"""Values over plain HTTP: which stores they come from, and servers that answer wrongly, slowly, or somewhere else. What
+doesn't come so comes by the client, or is a fault; a buffer that is said to be filled has the value's bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
+from kvstow.store.base import MISSING, Done
+from kvstow.store.objects.options import Bucket, ObjectsOptions, parse_url
+from kvstow.testing.object_server import ObjectServer, Reply, Request
+from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
+from tests.store.objects_rig import BUCKET, PART_BYTES, Moto, as_user, open_store
+
+pytest.importorskip("obstore", reason="obstore isn't installed: pip install 'kvstow[objects]'")
+
+import obstore
+
+from kvstow.store.objects.line import HEAD_BYTES, AskClient
+from kvstow.store.objects.plain import goes_plain
+
+URL = f"s3://{BUCKET}/p"
+SMALL, LARGE = 5000, 3 * PART_BYTES + 5
+HOST = "127.0.0.1"
+HEAD = b"HTTP/1.1 206 Partial Content\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _user(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_user(monkeypatch)
+    for name in ("http_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[ObjectServer]:
+    server = ObjectServer().start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def store(server: ObjectServer, said: list[str]) -> Iterator[Any]:
+    store = open_store(URL, endpoint=server.url, say=said.append, timeout_s=2.0)
+    for i, length in enumerate((SMALL, LARGE)):
+        assert write_one(store, make_key(i), value_of(i, length)) == Done(length)
+    server.requests.clear()
+    yield store
+    store.close()
+
+
+def only_plainly(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_by_client", lambda *_: pytest.fail("the client was asked"))
+
+
+def signed(request: Request) -> bool:
+    return "authorization" not in request.headers
+
+
+def plainly(answer: Callable[[Request], Reply | None]) -> Callable[[Request], Reply | None]:
+    """A hook for what is asked by signed URLs; the client's requests are served."""
+    return lambda request: answer(request) if request.method == "GET" and signed(request) else None
+
+
+# --- where values come so -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "endpoint", "anonymous", "plain"),
+    [
+        ("s3", "http://127.0.0.1:9", False, True),
+        ("s3", "http://[::1]:9", False, True),
+        ("s3", None, False, False),
+        ("s3", "https://h", False, False),
+        ("s3", "http://127.0.0.1:9", True, False),
+        ("gcs", "http://127.0.0.1:9", False, False),
+        ("azure", "http://127.0.0.1:9", False, False),
+        ("file", None, False, False),
+    ],
+)
+def test_only_signed_s3_without_tls_is_read_so(kind: Any, endpoint: str | None, anonymous: bool, plain: bool) -> None:
+    assert goes_plain(ObjectsOptions(Bucket(kind, "b"), endpoint=endpoint, anonymous=anonymous)) is plain
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+def test_a_proxy_is_for_the_client(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    options = ObjectsOptions(Bucket("s3", "b"), endpoint="http://minio.internal:9000", allow_http=True)
+    assert goes_plain(options)
+    monkeypatch.setenv(name, "http://proxy.internal:3128")
+    assert not goes_plain(options)
+    monkeypatch.setenv("no_proxy", ".internal")
+    assert goes_plain(options)
+
+
+def test_values_come_by_signed_urls_on_few_connections(
+    server: ObjectServer, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_plainly(store, monkeypatch)
+    for _ in range(3):
+        for i, length in enumerate((SMALL, LARGE)):
+            assert read_one(store, make_key(i), length) == (Done(length), value_of(i, length))
+    assert all(signed(request) for request in server.requests)
+    assert {len(request.headers["range"]) > 0 for request in server.requests} == {True}
+    assert len(store._plain._idle) == 4  # a large value's parts
+
+
+def test_an_independent_s3_serves_signed_urls_their_ranges_and_conditions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moto = Moto(tmp_path)
+    store = open_store(URL, endpoint=moto.url, timeout_s=10.0)
+    try:
+        write_one(store, make_key(1), value_of(1, LARGE))
+        only_plainly(store, monkeypatch)
+        assert read_one(store, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
+        url = obstore.sign(store._client, "GET", parse_url(URL).path_of(make_key(1)), timedelta(minutes=1))
+        with store._plain._line() as line:
+            line.ask(url, memoryview(bytearray(LARGE)), PART_BYTES, PART_BYTES, '"another"')
+            with pytest.raises(AskClient, match="status 412"):
+                line.head()
+    finally:
+        store.close()
+        moto.kill()
+
+
+def test_by_ip_version_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with listener, Says(lambda client: client.sendall(whole(b"x" * 10)), listener) as says:
+        store = open_store(URL, endpoint=f"http://[::1]:{says.port}")
+        only_plainly(store, monkeypatch)
+        assert read_one(store, make_key(0), 100) == (Done(10), b"x" * 10)
+        store.close()
+    assert f"Host: [::1]:{says.port}".encode() in says.heads[0]
+
+
+# --- what the client is asked for instead ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("i", [0, 1])
+@pytest.mark.parametrize("status", ["200 OK", "400 Bad", "401 Who", "403 No", "405 Not so"])
+def test_a_store_that_takes_no_signed_urls_is_read_by_the_client_from_then_on(
+    server: ObjectServer, store: Any, said: list[str], status: str, i: int
+) -> None:
+    server.hook = plainly(lambda _: Reply(status))
+    length = (SMALL, LARGE)[i]
+    for _ in range(2):
+        assert read_one(store, make_key(i), length) == (Done(length), value_of(i, length))
+    assert len([request for request in server.requests if signed(request)]) == 1
+    assert len(said) == 1
+    assert f"signed URLs don't serve (status {status[:3]})" in said[0]
+
+
+@pytest.mark.parametrize("status", ["404 Not Found", "408 T", "409 C", "416 R", "429 Slow", "500 E", "503 Slow Down"])
+def test_what_may_pass_is_asked_again_by_the_client_and_the_way_stays(
+    server: ObjectServer, store: Any, said: list[str], status: str
+) -> None:
+    once = iter([Reply(status)])
+    server.hook = plainly(lambda _: next(once, None))
+    for _ in range(2):
+        assert read_one(store, make_key(0), SMALL) == (Done(SMALL), value_of(0, SMALL))
+    assert [signed(request) for request in server.requests] == [True, False, True]
+    assert not said
+
+
+def test_a_refusal_that_the_client_meets_too_is_the_clients_word(server: ObjectServer, store: Any) -> None:
+    server.hook = lambda _: Reply("404 Not Found", b"<Error><Code>NoSuchBucket</Code></Error>")
+    for i, length in enumerate((SMALL, LARGE)):
+        with pytest.raises(StoreRefused, match="NoSuchBucket"):
+            read_one(store, make_key(i), length)
+    server.hook = lambda _: None
+    assert read_one(store, make_key(0), SMALL)[0] == Done(SMALL)
+
+
+@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Elsewhere", "308 Elsewhere"])
+def test_nobody_else_is_asked_who_the_store_says(server: ObjectServer, store: Any, status: str) -> None:
+    other = ObjectServer().start()
+    server.hook = plainly(lambda request: Reply(status, b"", {"Location": f"{other.url}{request.path}"}))
+    with pytest.raises(StoreRefused, match=rf"status {status[:3]}.*objects\.endpoint"):
+        read_one(store, make_key(0), SMALL)
+    assert not other.requests
+    assert len(server.requests) == 1
+    other.stop()
+
+
+def test_an_object_that_changes_amid_its_parts_is_a_miss(server: ObjectServer, store: Any) -> None:
+    server.hook = plainly(lambda r: Reply("412 No") if "if-match" in r.headers else None)
+    assert read_one(store, make_key(1), LARGE)[0] is MISSING
+    assert all(signed(request) for request in server.requests)
+
+
+def test_a_server_that_hung_up_on_idle_connections_is_asked_on_new_ones(
+    server: ObjectServer, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_plainly(store, monkeypatch)
+    for _ in range(2):
+        assert read_one(store, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
+        for client in list(server._clients):
+            client.shutdown(socket.SHUT_RDWR)
+
+
+# --- servers that answer as they like --------------------------------------------------------------------------------
+
+
+class Says:
+    """Does ``how`` with each connection on which something was asked, again and again, until that fails."""
+
+    def __init__(self, how: Callable[[socket.socket], object], listener: socket.socket | None = None) -> None:
+        self.heads: list[bytes] = []
+        self.gone = threading.Event()
+        self._how = how
+        self._listener = listener or socket.create_server((HOST, 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._ends: list[socket.socket] = []
+
+    def __enter__(self) -> Says:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gone.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for end in self._ends:
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self._ends.append(client)
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client:
+            while head := client.recv(65536):
+                self.heads.append(head)
+                self._how(client)
+
+    def drip(self, client: socket.socket, data: bytes) -> None:
+        """A byte at a time, for as long as somebody listens."""
+        for at in range(len(data)):
+            client.sendall(data[at : at + 1])
+            if self.gone.wait(0.02):
+                return
+
+
+def answer(fields: str, body: bytes, status: bytes = HEAD) -> bytes:
+    """An answer whose fields are as told; only what else the client insists on is added."""
+    extra = 'ETag: "1"\nLast-Modified: Mon, 02 Nov 2026 00:00:00 GMT'
+    return status + "\r\n".join([*fields.splitlines(), *extra.splitlines(), "", ""]).encode() + body
+
+
+def whole(body: bytes) -> bytes:
+    size = len(body)
+    return answer(f"Content-Length: {size}\nContent-Range: bytes 0-{size - 1}/{size}", body)
+
+
+WRONG = {
+    "shorter than it says, then an end": (answer("Content-Length: 90\nContent-Range: bytes 0-89/90", b"x" * 80), True),
+    "less than the range": (answer("Content-Length: 80\nContent-Range: bytes 0-89/90", b"x" * 90), True),
+    "more than the range": (answer("Content-Length: 95\nContent-Range: bytes 0-89/90", b"x" * 95), True),
+    "another range": (answer("Content-Length: 80\nContent-Range: bytes 10-89/90", b"x" * 80), True),
+    "a range beyond the end": (answer("Content-Length: 90\nContent-Range: bytes 0-89/80", b"x" * 90), True),
+    "a range without a length": (answer("Content-Length: 90\nContent-Range: bytes 0-89/*", b"x" * 90), True),
+    "no range": (answer("Content-Length: 90", b"x" * 90), True),
+    "two lengths": (answer("Content-Length: 9\nContent-Length: 90\nContent-Range: bytes 0-89/90", b"x" * 90), True),
+    "a length beyond measure": (answer(f"Content-Length: {'9' * 6000}\nContent-Range: bytes 0-89/90", b""), True),
+    "minus one": (answer("Content-Length: -1\nContent-Range: bytes 0--1/90", b"x" * 90), True),
+    "all instead of a part": (answer("Content-Length: 90", b"x" * 90, b"HTTP/1.1 200 OK\r\n"), True),
+    "a head without an end": (HEAD + b"A: b\r\n" * 1_000_000, True),
+    "a field without an end": (HEAD + b"A: " + b"b" * 5_000_000, True),
+    "no HTTP": (b"220 mail ready\r\n\r\n" * 3, True),
+    "a status of its own": (b"HTTP/1.1 999 Odd\r\nContent-Length: 0\r\n\r\n", False),
+    "nothing": (b"", True),
+    "silence": (b"", False),
+}
+
+
+@pytest.mark.parametrize("room", [100, LARGE])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_k2_what_is_no_answer_is_a_fault(wrong: str, room: int) -> None:
+    data, ends = WRONG[wrong]
+
+    def how(client: socket.socket) -> None:
+        client.sendall(data)
+        if ends:
+            client.shutdown(socket.SHUT_RDWR)
+
+    with Says(how) as says:
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=0.3, retries=0)
+        with pytest.raises(StoreError) as caught:
+            read_one(store, make_key(0), room)
+        assert no_secret(caught.value)
+        store.close()
+    assert len(says.heads) <= 2  # this way, and the client's
+
+
+@pytest.mark.parametrize("from_byte", [0, 40, 400])
+def test_f5_h4_bytes_that_drip_are_given_up(from_byte: int) -> None:
+    data = whole(b"x" * 100_000)
+
+    def how(client: socket.socket) -> None:
+        client.sendall(data[:from_byte])
+        says.drip(client, data[from_byte:])
+
+    with Says(how) as says:
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=0.3)
+        with pytest.raises(StoreUnavailable, match="no answer in time"):
+            read_one(store, make_key(0), 200_000)
+        store.close()
+    assert len(says.heads) == 1
+
+
+def test_f5_parts_of_which_one_never_comes_are_given_up(server: ObjectServer, store: Any) -> None:
+    gate = threading.Event()
+    server.hook = plainly(lambda r: gate.wait(20.0) and None if r.headers["range"].startswith("bytes=2") else None)
+    with pytest.raises(StoreUnavailable, match="no answer in time"):
+        read_one(store, make_key(1), LARGE)
+    gate.set()
+    server.hook = lambda _: None
+    assert read_one(store, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
+
+
+@pytest.mark.parametrize("i", [0, 1])
+def test_f5_a_reset_amid_the_bytes_is_asked_again(server: ObjectServer, store: Any, i: int) -> None:
+    once = iter([60])
+
+    def cut(request: Request) -> Reply | None:
+        last = request.headers["range"].startswith(f"bytes={i * 2 * PART_BYTES}-")
+        at = next(once, None) if last else None
+        return server._read(request, server.objects[request.path])._replace(cut_at=at) if at else None
+
+    server.hook = plainly(cut)
+    length = (SMALL, LARGE)[i]
+    assert read_one(store, make_key(i), length) == (Done(length), value_of(i, length))
+    assert next(once, None) is None
+    assert {signed(request) for request in server.requests} == {True, False}
+
+
+def test_bytes_behind_the_value_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value is whole, and its connection isn't used again."""
+    turns = iter(range(9))
+
+    def how(client: socket.socket) -> None:
+        client.sendall(whole(b"%d" % next(turns) * 10) + whole(b"evil" * 3) * 3)
+
+    with Says(how) as says:
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}")
+        assert read_one(store, make_key(0), 5000)[1] in (b"0" * 10, b"1" * 10, b"")
+        only_plainly(store, monkeypatch)
+        assert not store._plain._idle
+        store.close()
+
+
+def test_an_answer_that_no_other_may_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = answer("Content-Length: 9\nContent-Range: bytes 0-8/9\nConnection: Close", b"123456789")
+    with Says(lambda client: client.sendall(body)) as says:
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}")
+        only_plainly(store, monkeypatch)
+        assert read_one(store, make_key(0), 100) == (Done(9), b"123456789")
+        assert not store._plain._idle
+        store.close()
+
+
+def test_a_tag_cannot_say_what_is_asked_next() -> None:
+    tag = '"a\rX-Forged: 1"'
+    body = answer(f"Content-Length: {PART_BYTES}\nContent-Range: bytes 0-{PART_BYTES - 1}/{LARGE}", b"x" * PART_BYTES)
+    forged = body.replace(b'ETag: "1"', b"ETag: " + tag.encode())
+    with Says(lambda client: client.sendall(forged)) as says:
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=0.3, retries=0)
+        with pytest.raises(StoreError):
+            read_one(store, make_key(0), LARGE)
+        store.close()
+    assert not [head for head in says.heads if b"Forged" in head]
+
+
+def test_j3_a_fault_keeps_no_buffer(server: ObjectServer, store: Any) -> None:
+    for status in ("503 Slow Down", "403 No", "404 Not Found"):
+        server.hook = lambda _, status=status: Reply(status)
+        for i, length in enumerate((SMALL, LARGE)):
+            buffer = bytearray(length)
+            with contextlib.suppress(StoreError):
+                store.read([(make_key(i), memoryview(buffer))])
+            buffer.clear()  # raises BufferError while a view of it is alive
+
+
+def no_secret(error: BaseException) -> bool:
+    """Neither the key nor a signature is in a fault, nor in what it says caused it."""
+    text, at = "", error
+    while at is not None:
+        text, at = text + str(at), at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return "very-secret" not in text and "X-Amz" not in text
+
+
+@pytest.mark.parametrize("i", [0, 1])
+@pytest.mark.parametrize("status", ["403 No", "503 Slow Down", "302 Found"])
+def test_l2_a_signed_url_is_in_no_message(
+    server: ObjectServer, store: Any, said: list[str], status: str, i: int
+) -> None:
+    server.hook = lambda _: Reply(status)
+    with pytest.raises(StoreError) as caught:
+        read_one(store, make_key(i), (SMALL, LARGE)[i])
+    assert no_secret(caught.value)
+    assert "X-Amz" not in "".join(said)
+    assert "X-Amz" not in repr(store._plain)
+
+
+def test_the_longest_head_is_taken() -> None:
+    data = answer(f"Content-Length: 9\nContent-Range: bytes 0-8/9\nA: {'b' * 10_000}", b"123456789")
+    assert HEAD_BYTES > 10_000
+    with Says(lambda client: client.sendall(data)) as says:
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}")
+        assert read_one(store, make_key(0), 100) == (Done(9), b"123456789")
+        store.close()
