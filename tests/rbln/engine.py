@@ -126,8 +126,9 @@ def make_engine(case: dict[str, Any]) -> Any:
     return LLM(
         str(case["model"]), model_impl="vllm", dtype="bfloat16", seed=0, max_model_len=case["max_model_len"],
         block_size=case["block_size"], max_num_batched_tokens=128, max_num_seqs=4, enforce_eager=case["eager"],
-        num_gpu_blocks_override=case["blocks"], gpu_memory_utilization=case["memory"],
-        enable_prefix_caching=case["prefix_caching"], kv_transfer_config=case["kv_transfer_config"],
+        tensor_parallel_size=case["ranks"], num_gpu_blocks_override=case["blocks"],
+        gpu_memory_utilization=case["memory"], enable_prefix_caching=case["prefix_caching"],
+        kv_transfer_config=case["kv_transfer_config"],
         additional_config={"use_custom_sampler": False} | case["additional_config"],
     )  # fmt: skip
 

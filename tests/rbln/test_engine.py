@@ -38,6 +38,7 @@ class Case(NamedTuple):
     prefix_caching: bool = False
     sized: bool = False
     drive_fails: bool = False
+    ranks: int = 1
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -57,7 +58,8 @@ def environment(launch: Launch, case: Case, folder: Path) -> dict[str, str]:
         variables["RBLN_EMULATED_DRIVE"] = str(folder / "drive")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTOW_", "LMCACHE_"))}
     return kept | variables | {
-        "RBLN_EMULATE": "1", "PYTHONPATH": str(ROOT / "tests" / "rbln" / "boot"), "RBLN_VISIBLE_DEVICES": "0",
+        "RBLN_EMULATE": "1", "PYTHONPATH": str(ROOT / "tests" / "rbln" / "boot"),
+        "RBLN_VISIBLE_DEVICES": ",".join(map(str, range(case.ranks))),
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(folder),
     }  # fmt: skip
 
@@ -68,7 +70,7 @@ def described(launch: Launch, case: Case, prompts: list[list[int]], connector: d
     return {
         "model": str(tiny_llama()), "block_size": case.block, "eager": case.eager, "max_model_len": 2048,
         "blocks": None if case.sized else 5120 // case.block, "memory": 0.55 if case.sized else 0.9,
-        "prefix_caching": case.prefix_caching, "prompts": prompts, "kv_transfer_config": connector,
+        "ranks": case.ranks, "prefix_caching": case.prefix_caching, "prompts": prompts, "kv_transfer_config": connector,
         "drive_fails_from": 1 if case.drive_fails else None,
         "additional_config": {} if case.sized else {"use_dynamic_kv_cache": False},
     }  # fmt: skip
@@ -150,6 +152,20 @@ def test_the_hooks_that_vllm_rbln_calls(case: Case, folder: Path) -> None:
     assert hooks.get("finalize_kv_cache_registration", 0) == (0 if case.eager else 1)
     # Compiled models have no hook a layer: layer-wise transfer cannot work.
     assert (hooks.get("save_kv_layer", 0) > 0) == case.eager
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("launch", [MEMORY, DIRECT])
+def test_two_ranks_with_an_emulated_npu_each(launch: int, eager: bool, folder: Path) -> None:
+    """Tensor parallelism. What workers do can't be watched from here; that each rank has its own part of the KV back
+    shows in the text."""
+    seen = run(Case(block=128, eager=eager, launch=launch, ranks=2), folder)
+    first, second = seen["answers"]
+    assert (first["cached"], second["cached"]) == (0, 128)
+    assert first["tokens"] == second["tokens"]
+    log = "\n".join(seen["log"])
+    assert "Retrieved 128 out of 128 required tokens" in log
+    assert "batched" not in log
 
 
 def test_a_failed_read_is_computed_again(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 VERSION: Final = "0.12.0"
 NPU_NAME: Final = "RBLN-CR03"  # vllm-rbln looks its memory up by the name
-DRIVE_VARIABLE: Final = "RBLN_EMULATED_DRIVE"  # a path: then there is rebel.rds
+DRIVE_VARIABLE: Final = "RBLN_EMULATED_DRIVE"  # a path, which processes end with their id: then there is rebel.rds
 DRIVE_BYTES: Final = 256 << 20
 
 
@@ -170,6 +170,6 @@ def boot() -> None:
         operators.install()
         _collectives()
         if drive := os.environ.get(DRIVE_VARIABLE):
-            emulator.install_rds(Path(drive), DRIVE_BYTES)
+            emulator.install_rds(Path(f"{drive}-{os.getpid()}"), DRIVE_BYTES)  # each process has an NPU of its own
 
     sys.meta_path[:0] = [RebelFinder(), AfterTorch(then)]

@@ -26,6 +26,14 @@ class HostGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(
             options.store, options.group_rank, options.group_size, timeout=options.timeout
         )
+        self._name = ""
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:  # the base has it from a backend
+        return self._name
 
     def getBackendName(self) -> str:
         return "rbln-ccl"
