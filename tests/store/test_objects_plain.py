@@ -278,8 +278,10 @@ WRONG = {
     "less than the range": (answer("Content-Length: 80\nContent-Range: bytes 0-89/90", b"x" * 90), True),
     "more than the range": (answer("Content-Length: 95\nContent-Range: bytes 0-89/90", b"x" * 95), True),
     "another range": (answer("Content-Length: 80\nContent-Range: bytes 10-89/90", b"x" * 80), True),
+    "a range that ends elsewhere": (answer("Content-Length: 90\nContent-Range: bytes 0-79/90", b"x" * 90), True),
     "a range beyond the end": (answer("Content-Length: 90\nContent-Range: bytes 0-89/80", b"x" * 90), True),
     "a range without a length": (answer("Content-Length: 90\nContent-Range: bytes 0-89/*", b"x" * 90), True),
+    "no length": (answer("Content-Range: bytes 0-89/90", b"x" * 90), True),
     "no range": (answer("Content-Length: 90", b"x" * 90), True),
     "two lengths": (answer("Content-Length: 9\nContent-Length: 90\nContent-Range: bytes 0-89/90", b"x" * 90), True),
     "a length beyond measure": (answer(f"Content-Length: {'9' * 6000}\nContent-Range: bytes 0-89/90", b""), True),
@@ -378,6 +380,18 @@ def test_an_answer_that_no_other_may_follow(monkeypatch: pytest.MonkeyPatch) -> 
         assert read_one(store, make_key(0), 100) == (Done(9), b"123456789")
         assert not store._plain._idle
         store.close()
+
+
+def test_bytes_in_chunks_are_the_clients(said: list[str]) -> None:
+    fields = "Content-Length: 10\nTransfer-Encoding: chunked\nContent-Range: bytes 0-9/10"
+    body = answer(fields, b"a\r\nxxxxxxxxxx\r\n0\r\n\r\n")
+    with Says(lambda client: client.sendall(body)) as says:
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", say=said.append)
+        for _ in range(2):
+            assert read_one(store, make_key(0), 100) == (Done(10), b"x" * 10)
+        store.close()
+    assert len(said) == 1
+    assert len(says.heads) == 3
 
 
 def test_a_tag_cannot_say_what_is_asked_next() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from typing import Any
 
@@ -11,6 +13,7 @@ from kvstow import build
 from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
+from kvstow.runtime import SystemClock
 from kvstow.settings import Settings, parse
 from kvstow.store.objects import Bucket, ObjectsOptions, parse_url
 from kvstow.testing.manual import ManualClock
@@ -155,6 +158,63 @@ def test_h7_a_store_that_cannot_be_reached_does_not_hold_up_the_start(
     assert SECRET not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("url", "environment", "says"),
+    [
+        ("s3://b", {"AWS_ACCESS_KEY_ID": "id"}, r"set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, objects\.profile"),
+        ("s3://b", {"AWS_SECRET_ACCESS_KEY": SECRET}, r"set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ("az://b", {}, r"set objects\.account"),
+        ("gs://b", {"GOOGLE_APPLICATION_CREDENTIALS": "/nowhere/key.json"}, "/nowhere/key.json: No such file"),
+    ],
+)
+def test_o1_half_of_the_credentials_is_refused_with_the_fix(
+    bare: pytest.MonkeyPatch, url: str, environment: dict[str, str], says: str
+) -> None:
+    pytest.importorskip("obstore")
+    for name, value in environment.items():
+        bare.setenv(name, value)
+    with pytest.raises(SettingsError, match=says) as caught:
+        tier(url=url)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No cloud's variables in the environment."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_")):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("endpoint", [None, "http://127.0.0.1:1"])
+@pytest.mark.parametrize("silent", [False, True])
+def test_h7_without_credentials_the_start_goes_on_and_the_log_says_what_to_set(
+    bare: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silent: bool, endpoint: str | None
+) -> None:
+    """``silent``: whoever should have them takes connections, and never answers."""
+    pytest.importorskip("obstore")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1] if silent else 1
+        bare.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{port}")
+        settings = {"endpoint": endpoint} if endpoint else {}
+        built = tier(url="s3://b", timeout_ms=200, connect_timeout_ms=200, **settings)
+        assert built.close(5.0)
+    assert "Object store s3://b can't be used now, kvstow goes on without it" in caplog.text
+    assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, objects.profile, or objects.anonymous" in caplog.text
+
+
+def test_doctor_says_which_credentials_are_lacking(bare: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    from kvstow.cli.doctor.remote import check_objects
+
+    bare.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    [result] = check_objects("s3://b", options(url="s3://b"), SystemClock())
+    assert (result.check, str(result.status)) == ("objects", "failed")
+    assert "no credentials in the environment" in result.found
+    assert result.found.endswith("objects.profile, or objects.anonymous")
+
+
 def test_a_profile_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     pytest.importorskip("obstore")
     pytest.importorskip("boto3")
@@ -175,6 +235,11 @@ def test_a_profile_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, t
         ("status code: 409 Conflict", StoreUnavailable, "status 409"),
         ("kind: Timeout", StoreUnavailable, "timed out"),
         ("GET http://h/ BadScheme", StoreRefused, "objects.allow_http"),
+        ("PUT http://169.254.169.254/latest/api/token kind: Timeout", StoreUnavailable, "169.254 timed out: no cred"),
+        ("PUT http://169.254.169.254/latest/api/token status code: 403", StoreRefused, "or objects.anonymous"),
+        ("GET http://h/latest/meta-data/iam/ status code: 404", StoreRefused, "AWS_SECRET_ACCESS_KEY, objects.profile"),
+        ("GET http://h/computeMetadata/v1/ status code: 403", StoreRefused, "set GOOGLE_APPLICATION_CREDENTIALS"),
+        ("GET http://h/metadata/identity/oauth2/ status code: 403", StoreRefused, "set AZURE_STORAGE_ACCOUNT_KEY"),
     ],
 )
 def test_what_is_logged_of_a_fault(text: str, kind: Any, says: str) -> None:

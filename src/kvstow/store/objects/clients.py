@@ -25,6 +25,18 @@ REFUSED: Final = (
 )
 NO_SUCH_PLACE: Final = ("NoSuchBucket", "ContainerNotFound")  # S3 and GCS; Azure
 TRANSIENT_STATUS: Final = (408, 409, 425, 429)
+_NO_KEYS: Final = "no credentials in the environment, nor from this host's metadata service: set"
+_KEYS_OF_S3: Final = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, objects.profile, or objects.anonymous"
+_FIXES: Final = (  # what a fault's text has, what to do
+    ("BadScheme", "plain http: set objects.allow_http, or an endpoint that begins with https://"),
+    ("/latest/api/token", f"{_NO_KEYS} {_KEYS_OF_S3}"),
+    ("/latest/meta-data/", f"{_NO_KEYS} {_KEYS_OF_S3}"),
+    ("Missing SecretAccessKey", f"set {_KEYS_OF_S3}"),
+    ("Missing AccessKeyId", f"set {_KEYS_OF_S3}"),
+    ("/computeMetadata/", f"{_NO_KEYS} GOOGLE_APPLICATION_CREDENTIALS, or objects.anonymous"),
+    ("/metadata/identity/", f"{_NO_KEYS} AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_KEY, or objects.anonymous"),
+    ("Account must be specified", "set objects.account, or AZURE_STORAGE_ACCOUNT_NAME"),
+)
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _HOST: Final = re.compile(r"https?://([^/\s?]*)")
@@ -142,8 +154,7 @@ def _said(error: BaseException) -> str:
         words.append("timed out")
     elif "kind: Connect" in text:
         words.append("cannot connect")
-    elif "BadScheme" in text:
-        words.append("plain http: set objects.allow_http, or an endpoint that begins with https://")
     elif host is None and status is None:
         words.append(text.partition("\n")[0][:200])
-    return " ".join(words)
+    fixes = [fix for mark, fix in _FIXES if mark in text]
+    return ": ".join([" ".join(words), *fixes[:1]])
