@@ -16,7 +16,7 @@ from kvstow.direct.table import Table
 from kvstow.engine import Engine
 from kvstow.errors import KVStowError
 from kvstow.key import ChunkKey, Namespace
-from kvstow.layout import ChunkLayout, GroupLayout
+from kvstow.layout import ALIGN, ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
 from kvstow.policy.lru import LRU
 from kvstow.slots import Lease
@@ -25,10 +25,11 @@ from kvstow.testing.manual import ManualClock, ManualExecutor
 LENGTH = 5000
 LAYOUT = ChunkLayout((GroupLayout(16, 1, (LENGTH,)),))
 STEPS = 150
+SECTOR = 512
 
 
 class Machine:
-    """One engine over one file in memory. ``lost``: bits have flipped, or a restart found an older table."""
+    """One engine over one file in memory. ``lost``: bits have flipped, or a restart found older bytes."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -45,6 +46,8 @@ class Machine:
         self.written: dict[ChunkKey, set[bytes]] = {}
         self.held: list[tuple[Lease, ChunkKey, bytes]] = []
         self.lost = False
+        self.unflushed: list[tuple[int, bytes]] = []  # pages of extents as they were, for a power cut to bring back
+        self.old_table = self._table()
         self._open()
 
     def _open(self) -> None:
@@ -60,7 +63,12 @@ class Machine:
         views[0][:] = self.disk[offset : offset + len(views[0])]
         return len(views[0])
 
+    def _table(self) -> bytes:
+        return os.pread(self.table_fd, self.geometry.slots * RECORD_BYTES, SUPERBLOCK_BYTES)
+
     def _write(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        for at in range(offset, offset + len(views[0]), ALIGN):
+            self.unflushed.append((at, bytes(self.disk[at : at + ALIGN])))
         self.disk[offset : offset + len(views[0])] = views[0]
         return len(views[0])
 
@@ -147,6 +155,25 @@ class Machine:
         if flushed and not self.lost:
             assert set(self.engine._index._resident) == resident
 
+    def flush(self) -> None:
+        """As the drive and the kernel do when they like."""
+        self.unflushed.clear()
+        self.old_table = self._table()
+
+    def power_cut(self) -> None:
+        """Of what was not flushed any pages are there and any are not, in any order: header pages without payloads,
+        payloads without header pages; records likewise, by sectors."""
+        self.lost = True
+        for at, before in reversed(self.unflushed):
+            if self.rng.random() < 0.5:
+                self.disk[at : at + ALIGN] = before
+        for at in range(0, len(self.old_table), SECTOR):
+            if self.rng.random() < 0.5:
+                os.pwrite(self.table_fd, self.old_table[at : at + SECTOR], SUPERBLOCK_BYTES + at)
+        self.flush()
+        self.held.clear()
+        self._open()
+
     def harm(self, share: float, *, table: bool) -> None:
         """A bit flips, of an extent or of the table."""
         self.lost = True
@@ -177,6 +204,8 @@ class Machine:
             (3, lambda: self.restart(flushed=rng.random() < 0.5)),
             (rng.choice((0, 2)), lambda: self.harm(rng.random(), table=rng.random() < 0.3)),
             (2, self.time_passes),
+            (4, self.flush),
+            (rng.choice((0, 3)), self.power_cut),
         ]
         weights = [weight for weight, _ in moves]
         for _ in range(STEPS):
