@@ -406,7 +406,7 @@ def test_a_tag_cannot_say_what_is_asked_next() -> None:
     assert not [head for head in says.heads if b"Forged" in head]
 
 
-def test_j3_a_fault_keeps_no_buffer(server: ObjectServer, store: Any) -> None:
+def test_a_fault_keeps_no_buffer(server: ObjectServer, store: Any) -> None:
     for status in ("503 Slow Down", "403 No", "404 Not Found"):
         server.hook = lambda _, status=status: Reply(status)
         for i, length in enumerate((SMALL, LARGE)):
@@ -426,7 +426,7 @@ def no_secret(error: BaseException) -> bool:
 
 @pytest.mark.parametrize("i", [0, 1])
 @pytest.mark.parametrize("status", ["403 No", "503 Slow Down", "302 Found"])
-def test_l2_a_signed_url_is_in_no_message(
+def test_a_signed_url_is_in_no_message(
     server: ObjectServer, store: Any, said: list[str], status: str, i: int
 ) -> None:
     server.hook = lambda _: Reply(status)
