@@ -130,7 +130,6 @@ class ObjectsStore:
                 return plain.read(path, buffer)
         except AskClient as error:
             why = str(error) if error.always else ""
-        self._check(deadline_s)
         outcome = self._by_client(path, buffer, deadline_s - self._clock.monotonic())
         if why and isinstance(outcome, Done):
             self._without_plain(why)
