@@ -1,5 +1,5 @@
-"""Stand-ins for the vendor's modules that vllm-rbln imports: a compiler that runs the captured graph as it is, gloo for
-collectives, and placeholders for what is imported and never used. For processes of their own, before torch is imported.
+"""Stand-ins for the vendor's modules that vllm-rbln imports: a compiler that runs the captured graph as it is, and
+placeholders for what is imported and never used. For processes of their own, before torch is imported.
 """
 
 from __future__ import annotations
@@ -147,28 +147,18 @@ def _torch_rbln() -> types.ModuleType:
     return module
 
 
-def _collectives() -> None:
-    import torch.distributed as dist
-
-    from tests.rbln.emulator.collectives import HostGroup
-
-    dist.Backend.register_backend(
-        "rbln-ccl", lambda options, _: HostGroup(options), extended_api=True, devices=["rbln", "cpu"]
-    )
-
-
 def boot() -> None:
     """Make this process one with an emulated NPU."""
 
     def then() -> None:
         from tests.rbln import emulator
-        from tests.rbln.emulator import operators
+        from tests.rbln.emulator import collectives, operators
 
         emulator.install()
         sys.modules["torch.rbln"].capture_programs = compiler.capture_programs  # type: ignore[attr-defined]
         sys.modules["torch_rbln"] = _torch_rbln()
         operators.install()
-        _collectives()
+        collectives.install()
         if drive := os.environ.get(DRIVE_VARIABLE):
             emulator.install_rds(Path(f"{drive}-{os.getpid()}"), DRIVE_BYTES)  # each process has an NPU of its own
 

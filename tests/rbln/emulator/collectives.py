@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_groups: dict[str, HostGroup] = {}
+_kept: list[torch.library.Library] = []  # a library's operators go with it
+
 
 class _Ended(dist._Work):
     def wait(self, timeout: Any = None) -> bool:
@@ -30,6 +33,7 @@ class HostGroup(dist.ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
+        _groups[name] = self
 
     @property
     def group_name(self) -> str:  # the base has it from a backend
@@ -69,3 +73,27 @@ def _copied(tensors: list[torch.Tensor], hosts: list[torch.Tensor]) -> _Ended:
     for tensor, host in zip(tensors, hosts, strict=True):
         tensor.copy_(host)
     return _Ended()
+
+
+def all_reduce(tensor: torch.Tensor, _: str, group: str) -> torch.Tensor:
+    made = tensor.clone()
+    _groups[group].allreduce([made])
+    return made
+
+
+def all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    made = torch.empty((tensor.shape[0] * size, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    _groups[group]._allgather_base(made, tensor)
+    return made
+
+
+def install() -> None:
+    """The backend, and what a compiled graph has in place of calls of a group. Sums only."""
+    dist.Backend.register_backend(
+        "rbln-ccl", lambda options, _: HostGroup(options), extended_api=True, devices=["rbln", "cpu"]
+    )
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    _kept.append(library)
+    library.impl("all_reduce", all_reduce, "PrivateUse1")
+    library.impl("all_gather_into_tensor", all_gather, "PrivateUse1")
+    library.impl("wait_tensor", lambda tensor: tensor, "PrivateUse1")
