@@ -14,6 +14,14 @@ class Extent(NamedTuple):
     tag: bytes
 
 
+class Staging(Protocol):
+    """Where a device finds the staging areas."""
+
+    def use(self, area: int) -> int:
+        """From the next copy on the device's pool is what has this area; its payload begins at the returned byte."""
+        ...
+
+
 class Media(Protocol):
     """Moves whole payloads between staging areas, numbered from 0, and extents.
 

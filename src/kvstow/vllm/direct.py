@@ -4,26 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvstow import build
 from kvstow.device.base import Device, Finished, KVCache, KVSpec, Transfer
-from kvstow.direct.base import Extent, Media
+from kvstow.direct.base import Extent, Media, Staging
 from kvstow.direct.geometry import DirectRef
 from kvstow.direct.pipeline import Copied, Pipeline
 from kvstow.errors import CopyError, UnsupportedError
 from kvstow.layout import HEADER_BYTES, GroupPages, Place, Span
 from kvstow.runtime import Clock, Executor, SystemClock
-
-
-class Staging(Protocol):
-    """Where a device finds the staging areas."""
-
-    def use(self, area: int) -> int:
-        """From the next copy on the device's pool is what has this area; its payload begins at the returned byte."""
-        ...
 
 
 class _Mover:

@@ -10,7 +10,7 @@ Not run on an NPU: its tests run the unmodified vllm-rbln 0.12.0 on an emulated 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -71,7 +71,3 @@ class RBLNLMCacheConnectorV1(KVStowConnector):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self.finalize_kv_cache_registration()
         super().bind_connector_metadata(connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.finalize_kv_cache_registration()
-        super().start_load_kv(forward_context, **kwargs)

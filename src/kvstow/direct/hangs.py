@@ -1,0 +1,32 @@
+"""Whether direct storage is bypassed, in the scheduler's process: workers say whose NVMe hangs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from kvstow.metrics import Metrics
+
+logger = logging.getLogger("kvstow")
+
+BYPASSED = 2  # of ``tier_state``: as a breaker that is open
+
+
+class Hangs:
+    """True while there is a rank whose NVMe does not answer: no chunk is whole without it."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._ranks: set[tuple[int, int]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._ranks)
+
+    def heard(self, ranks: Mapping[tuple[int, int], bool]) -> None:
+        """Ranks whose NVMe hangs from now on, or does no more. Says so where that changes anything."""
+        before = bool(self)
+        self._ranks = {rank for rank in self._ranks | ranks.keys() if ranks.get(rank, True)}
+        if bool(self) is not before:
+            what = "is bypassed: NVMe does not answer" if self else "is in use again"
+            logger.warning("Tier direct %s", what)
+            self._metrics.gauge("tier_state", BYPASSED if self else 0, tier="direct")
