@@ -169,7 +169,7 @@ def test_registration_is_finalised_after_warm_up(worker: Worker) -> None:
     assert worker.moves(worker.built, 5)
 
 
-@pytest.mark.parametrize("hook", ["handshake", "preemptions", "metadata", "load"])
+@pytest.mark.parametrize("hook", ["handshake", "preemptions", "metadata"])
 def test_without_the_hook_the_first_use_finalises(worker: Worker, hook: str) -> None:
     connector, meta = worker.connector, StepMeta()
     connector.register_kv_caches(worker.built.caches)  # type: ignore[arg-type]
@@ -177,11 +177,8 @@ def test_without_the_hook_the_first_use_finalises(worker: Worker, hook: str) -> 
         assert connector.get_handshake_metadata() is not None
     elif hook == "preemptions":
         connector.handle_preemptions(meta)
-    elif hook == "metadata":
+    else:  # comes before any load
         connector.bind_connector_metadata(meta)
-    else:
-        connector._connector_metadata = meta
-        connector.start_load_kv(None)
     assert worker.side.device is worker.device
 
 

@@ -60,6 +60,7 @@ def environment(launch: Launch, case: Case, folder: Path) -> dict[str, str]:
     return kept | variables | {
         "RBLN_EMULATE": "1", "PYTHONPATH": str(ROOT / "tests" / "rbln" / "boot"),
         "RBLN_VISIBLE_DEVICES": ",".join(map(str, range(case.ranks))),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forked ones would share a drive
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(folder),
     }  # fmt: skip
 

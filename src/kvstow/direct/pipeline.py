@@ -160,7 +160,8 @@ class Pipeline(Generic[T]):
             while queue:
                 self._end(queue.popleft(), "the device is closed")
         self.drain()
-        if self._executor.close(DRAIN_TIMEOUT_S if not self._executor.outstanding else 0.0):
+        hangs = self._hung is not None or self._executor.outstanding > self._aside
+        if self._executor.close(0.0 if hangs else DRAIN_TIMEOUT_S):
             self._media.close()  # else a thread may still use its descriptor
 
     def _advance(self) -> None:
@@ -205,7 +206,8 @@ class Pipeline(Generic[T]):
         """What nobody waits for, one at a time: where NVMe hung, read that extent once more, for whatever is said of
         it is an answer; where it has nothing to do, a scrub."""
         hung = self._hung
-        if self._aside or not self._areas or self._clock.monotonic() < self._aside_s or (hung is None and self._jobs):
+        busy = self._aside or not self._areas or (hung is None and self._jobs)
+        if busy or self._closed or self._clock.monotonic() < self._aside_s:
             return
         area = self._areas.pop()
 

@@ -73,10 +73,15 @@ class FakeMedia:
 
 
 class Rig:
+    """``closed_within``: seconds that the executor was given to close."""
+
     def __init__(self, areas: int = 4, queue_limit: int = 100) -> None:
         self.clock = ManualClock()
         self.executor = ManualExecutor(self.clock, queue_limit=queue_limit, run_in_wait=True)
         self.mover, self.media = FakeMover(), FakeMedia(areas)
+        self.closed_within: list[float] = []
+        close = self.executor.close
+        self.executor.close = lambda timeout_s: self.closed_within.append(timeout_s) or close(timeout_s)  # type: ignore[method-assign, func-returns-value]
         self.pipeline: Pipeline[str] = Pipeline(self.media, self.mover, self.executor, self.clock)
 
     def submit(self, ticket: int, *numbers: int, load: bool) -> None:
@@ -361,6 +366,7 @@ def test_closing_while_nvme_hangs() -> None:
     rig.clock.advance(ASIDE_S)
     rig.check_pending_trial()
     rig.pipeline.close()
+    assert rig.closed_within == [0.0]
     rig.executor.poll()
     rig.check_idle()
 
@@ -423,4 +429,23 @@ def test_a_load_waits_for_one_scrub_at_most() -> None:
     rig.clock.advance(ASIDE_S)
     assert rig.run()[0].failed == ()
     assert rig.media.moves.count("scrub") == 1
+    rig.check_idle()
+
+
+def test_closing_waits_for_a_scrub() -> None:
+    rig = Rig()
+    rig.clock.advance(ASIDE_S)
+    rig.pipeline.ended()
+    assert rig.executor.pending == 1
+    rig.pipeline.close()
+    assert rig.closed_within == [DRAIN_TIMEOUT_S]
+    assert rig.media.closed == 1
+
+
+def test_nothing_is_begun_aside_once_it_closes() -> None:
+    rig = Rig()
+    rig.submit(1, 1, load=True)
+    rig.clock.advance(ASIDE_S)
+    rig.pipeline.close()
+    assert "scrub" not in rig.media.moves
     rig.check_idle()
