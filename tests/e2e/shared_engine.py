@@ -1,4 +1,5 @@
-"""One of several engines that share a Redis, in a process of its own: ``python -m tests.e2e.shared_engine URL FD``.
+"""One of several engines that share a Redis, or the object store at an HTTP address, in a process of its own:
+``python -m tests.e2e.shared_engine URL FD ALGORITHM``.
 
 It does what lines of JSON on its standard input say, and answers each with a line on file descriptor ``FD``.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from demo.model import tiny_llama
@@ -20,14 +21,20 @@ AT_ONCE = 4
 DEADLINE_MS = 10_000
 TIMEOUT_MS = 500
 BYPASSED_S = 0.5
+BUCKET = "s3://kv/e2e"
 
 
 def impatient() -> None:
     """A breaker that tries again soon, or the tests would wait for it most of the time."""
+    from kvstow.build import objects as build_objects
     from kvstow.build import redis as build_redis
     from kvstow.tier import Tier, TierLimits
 
-    build_redis.Tier = partial(Tier, limits=TierLimits(breaker_open_s=BYPASSED_S))  # type: ignore[assignment, misc]
+    def tier(*arguments: Any, limits: TierLimits | None = None, **named: Any) -> Tier:
+        return Tier(*arguments, limits=replace(limits or TierLimits(), breaker_open_s=BYPASSED_S), **named)
+
+    for module in (build_objects, build_redis):
+        module.Tier = tier  # type: ignore[assignment, misc]
 
 
 def vanish_after_existence() -> None:
@@ -45,10 +52,12 @@ def vanish_after_existence() -> None:
 
 
 def settings(url: str) -> dict[str, Any]:
-    return {
+    tier = "objects" if url.startswith("http:") else "redis"
+    where = {"objects.url": BUCKET, "objects.endpoint": url} if tier == "objects" else {"redis.url": url}
+    return where | {
         "memory.size": POOL_CHUNKS * FRAME_BYTES, "chunk_size": BLOCK,
         "fetch.deadline_ms": DEADLINE_MS, "fetch.min_tokens": 0,
-        "redis.url": url, "redis.timeout_ms": TIMEOUT_MS, "redis.connect_timeout_ms": TIMEOUT_MS,
+        f"{tier}.timeout_ms": TIMEOUT_MS, f"{tier}.connect_timeout_ms": TIMEOUT_MS,
     }  # fmt: skip
 
 

