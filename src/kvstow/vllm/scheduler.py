@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from kvstow.direct.hangs import Hangs
 from kvstow.engine import Engine, Found
 from kvstow.errors import UnsupportedError
 from kvstow.key import Namespace
@@ -56,7 +57,7 @@ class SchedulerSide:
         self._mount = mount
         self._ranks = len(mount.shards)
         self._mounted = 0
-        self._hung: set[tuple[int, int]] = set()  # ranks: while there are any, direct storage is bypassed
+        self._hung = Hangs(metrics)  # while it is true, direct storage is bypassed
         self._loads = loads
         self._stores = stores
         self._clock = clock
@@ -292,22 +293,13 @@ class SchedulerSide:
             if self._mounted >= self._ranks:
                 self._on_mounted()
                 logger.info("Host pool mapped by %d of %d ranks", self._mounted, self._ranks)
-        if meta.hung:
-            self._bypass(meta.hung)
+        self._hung.heard(meta.hung)
         for error in meta.errors:
             logger.error("A worker reports: %s", error)
         if meta.errors and self._mounted < self._ranks:
             self.disable(meta.errors[0])  # before that nothing but the mapping can fail, and it is not tried again
         for number, sent in self._jobs.ended(meta.jobs):
             self._ended(number, sent)
-
-    def _bypass(self, ranks: dict[tuple[int, int], bool]) -> None:
-        before = bool(self._hung)
-        self._hung = {rank for rank in self._hung | ranks.keys() if ranks.get(rank, True)}
-        if bool(self._hung) is not before:
-            what = "is bypassed: NVMe does not answer" if self._hung else "is in use again"
-            logger.warning("Tier %s %s", self._engine.place_tier, what)
-            self._metrics.gauge("tier_state", 2 * bool(self._hung), tier=self._engine.place_tier)
 
     def _ended(self, number: int, sent: Sent) -> None:
         tracked = self._tracked.get(sent.req_id)
