@@ -111,7 +111,7 @@ class Engine:
         self._shown = (-1, -1)
         metrics.gauge(f"{pool.gauges}_capacity_bytes", pool.capacity_bytes)
         metrics.gauge("chunk_tokens", layout.chunk_tokens)
-        self._show_pool()
+        self.show()
 
     @property
     def place_tier(self) -> str:
@@ -266,14 +266,15 @@ class Engine:
             self._writes.poll()
         self._fetches.poll()
         self._pool.poll()
-        self._show_pool()
+        self.show()
 
     def _take_calls(self) -> None:
         self._polled_s = self._clock.monotonic()
         for tier in self._tiers:
             tier.poll()
 
-    def _show_pool(self) -> None:
+    def show(self) -> None:
+        """Bring the pool's gauges up to date; leases also end between polls."""
         pool = self._pool
         shown = (pool.free, pool.leased)
         if shown != self._shown:

@@ -139,14 +139,16 @@ def _hasher(block: int) -> Any:
 
 
 def make_request(
-    shape: Shape, req_id: str, prompt: Sequence[int], max_tokens: int = 1, *,
-    skip_load: bool = False, skip_store: bool = False, lora: Any = None, salt: str | None = None, **sampling: Any,
+    shape: Shape, req_id: str, prompt: Sequence[int] | None, max_tokens: int = 1, *,
+    skip_load: bool = False, skip_store: bool = False, lora: Any = None, salt: str | None = None,
+    priority: int = 0, mm_features: Any = None, prompt_embeds: Any = None, **sampling: Any,
 ) -> Request:
     params = {"kvstow.skip_load": True} if skip_load else {}
     if skip_store:
         params["kvstow.skip_store"] = True
     return Request(
-        request_id=req_id, prompt_token_ids=list(prompt), pooling_params=None, lora_request=lora, cache_salt=salt,
+        request_id=req_id, prompt_token_ids=None if prompt is None else list(prompt), pooling_params=None,
+        lora_request=lora, cache_salt=salt, priority=priority, mm_features=mm_features, prompt_embeds=prompt_embeds,
         sampling_params=SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, temperature=0.0,
             extra_args={"kv_transfer_params": params} if params else None, **sampling,
@@ -237,7 +239,8 @@ def build_stack(
     shape: Shape, seed: int = 0, *, connector: KVStowConnector | None = None, config: VllmConfig | None = None,
     fails: Fails | None = None, fetch_deadline_s: float | None = 0.05, fetch_min_tokens: int | None = 0,
     adapter_of: Any = lambda lora: 0,
-    make_tiers: Any = None, pages_of: Any = Pages,
+    make_tiers: Any = None, pages_of: Any = Pages, policy: Any = None, clock: ManualClock | None = None,
+    worker_of: Any = SimWorker,
 ) -> Stack:
     """``fetch_min_tokens`` 0: whatever a lower tier has is loaded; None: as learned.
 
@@ -245,7 +248,7 @@ def build_stack(
     than the shape's, from what a ``Tier`` needs and the list of executors to add to."""
     config = config or vllm_config(shape)
     kv_config = kv_cache_config(shape)
-    clock, metrics = ManualClock(), Metrics()
+    clock, metrics = clock or ManualClock(), Metrics()
     block_bytes = LAYERS * kv_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     shards = 1 if shape.same_bytes else shape.tp
     layout = ChunkLayout((GroupLayout(shape.block, shape.blocks_per_chunk, (block_bytes,) * shards),))
@@ -262,7 +265,7 @@ def build_stack(
     if make_tiers is not None:
         tiers = make_tiers(background, layout=layout, clock=clock, metrics=metrics)
     engine = Engine(
-        pool=pool, policy=LRU(), tiers=tiers, layout=layout, clock=clock, metrics=metrics, sealer=sealer,
+        pool=pool, policy=policy or LRU(), tiers=tiers, layout=layout, clock=clock, metrics=metrics, sealer=sealer,
         fetch_deadline_s=fetch_deadline_s, fetch_min_tokens=fetch_min_tokens,
     )
     namespace = Namespace.from_fields({"model": "tiny"})
@@ -285,14 +288,14 @@ def build_stack(
         device = WatchedDevice(CpuDevice(executor, clock), fails=fails, scribble=pages.scribble)
         worker_side = WorkerSide(
             lambda kind, device=device: device, device_specs(kv_config), rank, (0, mount.shards[rank]), "here",
-            "",
+            "", clock,
         )
         worker_connector = connector_of(config, kv_config, KVConnectorRole.WORKER)
         worker_connector._worker = worker_side
         runner = RunnerRules(SAVES_ON_EMPTY, shape.defer_save, VOCAB)
         copies.append(executor)
         worker_sides.append(worker_side)
-        workers.append(SimWorker(worker_connector, pages, device, runner, adapter_of=adapter_of))
+        workers.append(worker_of(worker_connector, pages, device, runner, adapter_of=adapter_of))
     return Stack(
         shape, random.Random(seed), clock, copies, background, pool, engine, side, connector, worker_sides, workers,
         store, namespace,

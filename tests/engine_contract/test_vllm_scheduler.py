@@ -9,6 +9,8 @@ import pytest
 
 from tests.engine_contract.scenario import Traffic, random_failures, random_shape
 from tests.engine_contract.seeds import seeds
+from tests.engine_contract.sim import prompt
+from tests.engine_contract.stack import Shape
 from tests.engine_contract.vllm_scheduler import Driver
 
 REQUESTS = 22
@@ -86,4 +88,29 @@ def test_roles(role: str) -> None:
     driver = run_seed(3, loads=role == "consumer", stores=role == "producer")
     device = driver.stack.workers[0].device
     assert (device.loads, device.stores > 0) == (0, role == "producer")
+    driver.close()
+
+
+def test_a_request_without_room_lets_those_pass_whose_loads_keep_it() -> None:
+    """vLLM 0.30 asks in order, and goes no further than to the first request that has no room. Here that one waited for
+    a lower tier while two behind it were loaded, and each of the three takes 40 % of the blocks."""
+    shape = Shape(num_blocks=26, batched_tokens=256, prefix_caching=False, lower_tier=True, pool_slots=64)
+    driver = Driver(shape, fetch_deadline_s=10.0)
+    prompts = [prompt(170, seed) for seed in range(3)]
+    for i, tokens in enumerate(prompts):
+        driver.add(f"stored{i}", tokens)
+        driver.run()
+        driver.settle()
+    engine = driver.stack.engine
+    for lease in engine.hold("", driver.stack.keys(driver.requests["stored0"])):
+        engine._index.drop(lease)
+        lease.release()
+    for i, tokens in enumerate(prompts):
+        driver.add(f"r{i}", tokens, 4)
+    driver.step()
+    waiting = [driver.requests[f"r{i}"].status.name for i in range(3)]
+    assert waiting == ["WAITING", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_REMOTE_KVS"]
+    driver.run()
+    driver.settle()
+    assert driver.stack.workers[0].device.loads == 3
     driver.close()

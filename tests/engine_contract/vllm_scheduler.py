@@ -7,9 +7,10 @@ scheduler has given back, and kvstow must not have switched itself off.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -27,8 +28,14 @@ IDLE_STEPS = 3000
 class Driver:
     """One engine core. ``outputs`` are the tokens that a client got, by request."""
 
-    def __init__(self, shape: Shape, seed: int = 0, *, fails: Fails | None = None, **stack: Any) -> None:
+    def __init__(
+        self, shape: Shape, seed: int = 0, *, fails: Fails | None = None, depth: int | None = None,
+        configure: Callable[[VllmConfig], None] = lambda config: None, **stack: Any,
+    ) -> None:
+        """``depth``: steps that are under way at once; ``configure`` changes vLLM's configuration."""
         config = vllm_config(shape)
+        configure(config)
+        self._depth = depth or (2 if shape.async_scheduling else 1)
         self.scheduler: Scheduler = (AsyncScheduler if shape.async_scheduling else Scheduler)(
             vllm_config=config, kv_cache_config=kv_cache_config(shape),
             structured_output_manager=StructuredOutputManager(config), block_size=shape.block,
@@ -49,7 +56,7 @@ class Driver:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def add(self, req_id: str, prompt: Sequence[int], max_tokens: int = 1, **kwargs: Any) -> Request:
+    def add(self, req_id: str, prompt: Sequence[int] | None, max_tokens: int = 1, **kwargs: Any) -> Request:
         request = make_request(self.shape, req_id, prompt, max_tokens, **kwargs)
         self.requests[req_id] = request
         self.outputs[req_id] = []
@@ -77,7 +84,7 @@ class Driver:
             output = scheduler.schedule()
             self._queue.append((output, self._execute(output)))
             executed = output.total_num_scheduled_tokens > 0
-            if self.shape.async_scheduling and len(self._queue) < 2 and (executed or scheduler.has_requests()):
+            if len(self._queue) < self._depth and (executed or scheduler.has_requests()):
                 return True
         elif not self._queue:
             return False
@@ -86,8 +93,12 @@ class Driver:
         output, result = self._queue.popleft()
         updates = scheduler.update_from_output(output, result)
         self._note(updates)
+        self._executed(output)
         self._check()
         return True
+
+    def _executed(self, output: Any) -> None:
+        """A step's results have been taken."""
 
     def _execute(self, output: Any) -> ModelRunnerOutput:
         results = []

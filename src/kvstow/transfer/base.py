@@ -60,11 +60,8 @@ class Lower(Protocol):
 class Estimate(Protocol):
     """What is known of the seconds that a read takes."""
 
-    @property
-    def fixed_s(self) -> float: ...
-
-    @property
-    def each_s(self) -> float: ...
+    fixed_s: float
+    each_s: float
 
     def seconds(self, amount: float) -> float: ...
 
@@ -74,11 +71,8 @@ class Estimate(Protocol):
 class Average(Protocol):
     """What is known of the seconds that a question takes."""
 
-    @property
-    def known(self) -> bool: ...
-
-    @property
-    def seconds(self) -> float: ...
+    known: bool
+    seconds: float
 
     def observe(self, seconds: float) -> None: ...
 

@@ -101,23 +101,24 @@ class KVStowConnector(KVConnectorBase_V1):
 
     # --- worker ------------------------------------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    @property
+    def _my_worker(self) -> WorkerSide:
         assert self._worker is not None
-        self._worker.register_kv_caches(kv_caches)
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._my_worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.hello() if self._worker is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert self._worker is not None
         assert isinstance(kv_connector_metadata, StepMeta)
-        self._worker.handle_preemptions(kv_connector_metadata)
+        self._my_worker.handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert self._worker is not None
-        assert isinstance(connector_metadata, StepMeta)
-        self._worker.bind(connector_metadata)
+        self._my_worker.bind(self._step())
 
     def _step(self) -> StepMeta:
         meta = self._get_connector_metadata()
@@ -125,8 +126,7 @@ class KVStowConnector(KVConnectorBase_V1):
         return meta
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        assert self._worker is not None
-        self._worker.submit_loads(self._step())
+        self._my_worker.submit_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # loads are asynchronous: the request is not scheduled before its load has ended
@@ -135,22 +135,18 @@ class KVStowConnector(KVConnectorBase_V1):
         return  # whole chunks are copied after the forward
 
     def wait_for_save(self) -> None:
-        assert self._worker is not None
-        self._worker.submit_stores(self._step())
+        self._my_worker.submit_stores(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        assert self._worker is not None
         if self.has_connector_metadata() and not self._step().has_forward:
-            self._worker.submit_stores(self._step())  # vLLM 0.30 does not call wait_for_save on empty steps
-        return self._worker.take_finished()
+            self._my_worker.submit_stores(self._step())  # vLLM 0.30 does not call wait_for_save on empty steps
+        return self._my_worker.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        assert self._worker is not None
-        return self._worker.take_lost_blocks()
+        return self._my_worker.take_lost_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        assert self._worker is not None
-        return self._worker.take_report()
+        return self._my_worker.take_report()
 
     # --- scheduler -------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,8 @@ class SchedulerSide:
         self._taint = None if engine.exact or not stores else Taint(rules)
         self._times = StepTimes(engine, clock)
         self._next_meta = StepMeta()
+        self._offered = False  # a hit was answered in this step, and its request not admitted
+        self._refused = 0  # steps of which that was all
         self._resets = 0
         self._started_s = clock.monotonic()
         self._broken = False
@@ -97,7 +99,11 @@ class SchedulerSide:
         extra = found.chunks * chunk - computed_tokens
         if self._rules.lookahead:
             extra -= chunk
-        return (extra, True) if extra > 0 else (0, False)
+        if extra <= 0:
+            return 0, False
+        # vLLM 0.30 admits nobody behind a request that has no room, even one whose load keeps that room: let it pass.
+        self._offered = True
+        return (None, False) if self._refused % 2 else (extra, True)
 
     def _starting(self) -> bool:
         return not self._broken and self._clock.monotonic() - self._started_s < JOB_DEADLINE_S
@@ -137,6 +143,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
+        self._offered = False
         tracked.sources = self._sources(request.request_id, external_tokens)
         self._count_lookup(tracked)
         if external_tokens == 0:
@@ -219,6 +226,8 @@ class SchedulerSide:
             if self._stores:
                 self._offer_new(output)
                 self._offer_cached(output)
+        stalled = self._offered and not output.total_num_scheduled_tokens and not self._jobs
+        self._offered, self._refused = False, self._refused + 1 if stalled else 0
         meta, self._next_meta = self._next_meta, StepMeta()
         meta.preempted = set(output.preempted_req_ids or ())
         meta.has_forward = output.total_num_scheduled_tokens > 0

@@ -6,8 +6,10 @@ One thread, the worker's, calls everything here.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -16,12 +18,14 @@ from kvstow.direct.geometry import DirectRef
 from kvstow.errors import CopyError, KVStowError
 from kvstow.layout import GroupPages
 from kvstow.pool import map_pool
+from kvstow.runtime import Clock, SystemClock
 from kvstow.vllm.direct import DirectDevice, open_direct
 from kvstow.vllm.metadata import Hello, Job, JobReport, Mount, StepMeta, WorkerMeta
 
 logger = logging.getLogger("kvstow")
 
-MAX_ERRORS_PER_STEP = 8
+MAX_ERRORS: Final = 8  # that a worker says, to the log and to the scheduler, ...
+ERRORS_WINDOW_S: Final = 60.0  # ... in so long: a device that fails does it in every step
 
 
 @dataclass(slots=True)
@@ -41,7 +45,10 @@ class WorkerSide:
         shard: tuple[int, int],
         host: str,
         backends: str,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock or SystemClock()
+        self._said = deque[float](maxlen=MAX_ERRORS)  # when
         self._make_device = make_device
         self._specs = specs
         self._rank = rank
@@ -168,7 +175,9 @@ class WorkerSide:
             del self._storing[job.req_id]
 
     def _say(self, error: str) -> None:
-        if len(self._report.errors) < MAX_ERRORS_PER_STEP:
+        now = self._clock.monotonic()
+        if len(self._said) < MAX_ERRORS or now - self._said[0] >= ERRORS_WINDOW_S:
+            self._said.append(now)
             logger.error("%s", error)
             self._report.errors.append(error)
 
