@@ -32,6 +32,7 @@ class Machine:
         self.copies: dict[int, tuple[int, int]] = {}
         self.done: list[Copied] = []
         self.used: set[int] = set()
+        self.fenced: set[int] = set()
         self.open: dict[int, int] = {}  # job to its items
         self.tickets = self.depth = 0
         self.wrong: list[str] = []
@@ -50,6 +51,7 @@ class Machine:
 
     def start(self, ticket: int, item: int, area: int, *, load: bool, length: int) -> None:
         self.expect(item in self.open, f"job {item} has ended, and its pages are copied")
+        self.expect(load or item not in self.fenced, f"job {item} copies pages that are others' by now")
         self.expect_unused(area)
         self.copies[ticket] = area, item
 
@@ -122,7 +124,10 @@ class Machine:
         elif kind == 3:
             self.clock.advance(rng.choice((0.1, 1.0, ASIDE_S, HUNG_S / 2, HUNG_S + 1)))
         elif kind == 4:
-            self.pipeline.fence(rng.sample(sorted(self.open), min(len(self.open), 2)))
+            fenced = rng.sample(sorted(self.open), min(len(self.open), 2))
+            self.pipeline.fence(fenced)
+            self.expect({item for _, item in self.copies.values()}.isdisjoint(fenced), f"jobs {fenced} are copied yet")
+            self.fenced.update(fenced)
         else:
             before = self.pipeline.hung
             self.take()
