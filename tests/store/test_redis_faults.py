@@ -265,11 +265,11 @@ def test_parts_whose_writer_died_go_away_by_themselves(server: RedisServer, stor
     before = store._set
     calls: list[bytes] = []
 
-    def die_in_the_third(link: Any, name: bytes, *rest: Any) -> bool:
+    def die_in_the_third(session: Any, name: bytes, *rest: Any) -> bool:
         calls.append(name)
         if len(calls) == 3:
             raise ConnectionResetError("died")
-        return before(link, name, *rest)
+        return before(session, name, *rest)
 
     store._set = die_in_the_third  # type: ignore[method-assign]
     with pytest.raises(StoreUnavailable):

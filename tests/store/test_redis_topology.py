@@ -3,12 +3,14 @@ test_redis_faults."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvstow.key import ChunkKey
 from kvstow.store.base import MISSING, REJECTED, Done
+from kvstow.store.redis.envelope import chunk_name
 from kvstow.store.redis.options import Tls
 from kvstow.store.redis.store import RedisStore
 from kvstow.testing.redis_server import (
@@ -18,11 +20,11 @@ from kvstow.testing.redis_server import (
     join_cluster,
     start_cluster,
     stop_all,
-    until,
 )
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.store.redis_rig import PART_BYTES, TlsFront, make_certificates, open_store
 
+PREFIX = "kvstow:"
 LARGE = 3 * PART_BYTES + 5
 
 
@@ -82,36 +84,87 @@ def test_k3_every_node_of_a_cluster_over_tls(tmp_path: Path, tls: Tls) -> None:
             front.close()
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[RedisServer]]:
-    nodes = start_cluster(tmp_path)
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    nodes = start_cluster(tmp_path_factory.mktemp("cluster"))
     yield nodes
     stop_all(nodes)
 
 
+class Move:
+    """Of the slot of a chunk, ``one``, from the node that has it to another."""
+
+    def __init__(self, nodes: list[RedisServer], one: ChunkKey) -> None:
+        self.nodes = nodes
+        self.name = chunk_name(PREFIX.encode(), one)
+        self.slot = nodes[0].ask("CLUSTER", "KEYSLOT", self.name)
+        self.source = next(node for node in nodes if node.ask("KEYS", self.name))
+        self.target = next(node for node in nodes if node is not self.source)
+        self.ids = {node: node.ask("CLUSTER", "MYID") for node in nodes}
+
+    def names(self) -> list[bytes]:
+        """Of the chunk and its parts, at either node."""
+        return sorted(name for node in self.nodes for name in node.ask("KEYS", self.name + b"*"))
+
+    def begin(self) -> None:
+        self.target.ask("CLUSTER", "SETSLOT", self.slot, "IMPORTING", self.ids[self.source])
+        self.source.ask("CLUSTER", "SETSLOT", self.slot, "MIGRATING", self.ids[self.target])
+
+    def move(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self.source.ask("MIGRATE", "127.0.0.1", self.target.port, name, 0, 5000)
+
+    def end(self) -> None:
+        for node in (self.target, *self.nodes):
+            node.ask("CLUSTER", "SETSLOT", self.slot, "NODE", self.ids[self.target])
+
+
+@pytest.mark.parametrize("moved", ["nothing", "the chunk", "some parts", "everything"])
 @pytest.mark.parametrize("size", [100, LARGE])
-def test_k3_while_a_slot_moves_its_chunks_are_misses_that_lose_nothing(nodes: list[RedisServer], size: int) -> None:
-    store = open_store(nodes[0].url, topology="cluster")
-    one, value = make_key(0), value_of(0, size)
+def test_k3_while_a_slot_moves_its_chunks_are_found_where_they_are(
+    cluster: list[RedisServer], size: int, moved: str
+) -> None:
+    store = open_store(cluster[0].url, topology="cluster", prefix=PREFIX)
+    one, value = make_key(size), value_of(0, size)
     assert write_one(store, one, value) == Done(size)
-    source = next(node for node in nodes if node.ask("DBSIZE"))
-    target = next(node for node in nodes if node is not source)
-    names = source.ask("KEYS", "*")
-    slot = source.ask("CLUSTER", "KEYSLOT", names[0])
-    ids = {node: node.ask("CLUSTER", "MYID") for node in (source, target)}
-    target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
-    source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
-    moved = max(names)  # the last part, or the chunk itself
-    source.ask("MIGRATE", "127.0.0.1", target.port, moved, 0, 5000)
+    move = Move(cluster, one)
+    names = move.names()
+    move.begin()
+    sets = {"nothing": [], "the chunk": [move.name], "some parts": names[2::2], "everything": names}
+    move.move(sets[moved])
+    assert store.contains([one, make_key(1)]) == [True, False]
+    assert read_one(store, one, size) == (Done(size), value)
+    assert write_one(store, one, value_of(1, size)) is REJECTED
+    assert read_one(store, make_key(1), size)[0] is MISSING
+    assert move.names() == names, "nothing was taken away, nor left behind"
+    store.delete([one])
+    assert move.names() == []
     assert store.contains([one]) == [False]
     assert read_one(store, one, size)[0] is MISSING
-    if size == 100:
-        assert write_one(store, one, value) is REJECTED
-    assert source.ask("DBSIZE") + target.ask("DBSIZE") == len(names), "nothing was removed or written"
-    for name in set(names) - {moved}:
-        source.ask("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
-    for node in nodes:
-        node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
-    until(lambda: store.contains([one]) == [True], "the move to be known")
-    assert read_one(store, one, size) == (Done(size), value)
+    assert write_one(store, one, value_of(2, size)) == Done(size)
+    assert len(move.target.ask("KEYS", move.name + b"*")) == len(names), "what is new is written where the slot goes"
+    assert store.contains([one]) == [True]
+    assert read_one(store, one, size) == (Done(size), value_of(2, size))
+    move.end()
+    assert read_one(store, one, size) == (Done(size), value_of(2, size))
+    store.delete([one])
+    assert move.names() == []
+    store.close()
+
+
+def test_k3_a_part_that_is_at_no_node_while_a_slot_moves_is_a_miss_and_the_rest_is_left(
+    cluster: list[RedisServer],
+) -> None:
+    """It may be on its way."""
+    store = open_store(cluster[0].url, topology="cluster", prefix=PREFIX)
+    one = make_key(2)
+    assert write_one(store, one, value_of(0, LARGE)) == Done(LARGE)
+    move = Move(cluster, one)
+    move.source.ask("UNLINK", move.names()[-1])
+    move.begin()
+    assert store.contains([one]) == [False]
+    assert read_one(store, one, LARGE)[0] is MISSING
+    assert len(move.names()) == 4
+    move.end()
+    store.delete([one])
     store.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from kvstow.runtime import Clock
 from kvstow.store.redis.options import RedisOptions
 from kvstow.store.redis.servers import Servers, open_servers
-from kvstow.store.redis.session import Links, Session, as_store_error
+from kvstow.store.redis.session import FAULTS, Links, Session, as_store_error
 
 
 class About(NamedTuple):
@@ -35,7 +35,7 @@ def about(options: RedisOptions, clock: Clock) -> About:
             session.ask([name], [probe])
             round_trip_s = clock.monotonic() - began
         told = _told(servers, name, links)
-    except (RedisError, OSError) as error:
+    except FAULTS as error:
         raise as_store_error(error) from error
     finally:
         links.clear()

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstow.key import ChunkKey
 from kvstow.store.base import Buffer
@@ -32,8 +31,7 @@ WRITE_ID_BYTES: Final = 8
 MAX_PARTS: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(NamedTuple):
     length: int
     parts: int = 0
     write_id: bytes = bytes(WRITE_ID_BYTES)
@@ -50,9 +48,9 @@ class Envelope:
         return [min(part_bytes, self.length - i * part_bytes) for i in range(self.parts)]
 
 
-def unpack(data: Buffer | bytes) -> Envelope | None:
+def unpack(data: Buffer | bytes | int | None) -> Envelope | None:
     """None: this is no envelope."""
-    if len(data) < ENVELOPE_BYTES:
+    if not isinstance(data, bytes | bytearray | memoryview) or len(data) < ENVELOPE_BYTES:
         return None
     magic, kind, parts, length, write_id = ENVELOPE.unpack_from(data)
     if magic != MAGIC or kind != (PARTS if parts else WHOLE) or parts > MAX_PARTS:

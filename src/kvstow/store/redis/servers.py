@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
 
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
-from redis.sentinel import Sentinel, SentinelConnectionPool
+from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
 from kvstow.store.redis.options import RedisOptions
+
+NONSENSE: Final = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+@contextlib.contextmanager
+def sensible(who: str) -> Iterator[None]:
+    """redis-py believes that replies have the form that they should have, and trips over others."""
+    try:
+        yield
+    except NONSENSE as error:
+        raise redis.exceptions.ConnectionError(f"{who} said what is no answer ({type(error).__name__})") from error
 
 
 class Servers(Protocol):
@@ -20,6 +33,10 @@ class Servers(Protocol):
 
     def pool(self, name: bytes) -> ConnectionPool:
         """Of the server that has ``name``."""
+        ...
+
+    def node(self, host: str, port: int) -> ConnectionPool | None:
+        """Of a Cluster's node that was named by another one; None: nobody told of it."""
         ...
 
     def doubt(self) -> None:
@@ -74,8 +91,17 @@ def _sentinel_pool(options: RedisOptions) -> ConnectionPool:
     tls = {"ssl": True, **_tls_arguments(options)} if address.tls else {}
     data = {**_connection_arguments(options), **tls, "db": address.db}
     own = {"username": options.sentinel_username, "password": options.sentinel_password}
-    sentinel = Sentinel(list(address.hosts), sentinel_kwargs={**_connection_arguments(options), **tls, **own}, **data)
+    sentinel = _Sentinels(list(address.hosts), sentinel_kwargs={**_connection_arguments(options), **tls, **own}, **data)
     return SentinelConnectionPool(options.service, sentinel, is_master=True, **sentinel.connection_kwargs)
+
+
+class _Sentinels(Sentinel):  # type: ignore[misc, unused-ignore]
+    def discover_master(self, service_name: str) -> Any:
+        """redis-py's message prints each client, in some versions with its password."""
+        try:
+            return super().discover_master(service_name)
+        except MasterNotFoundError:
+            raise MasterNotFoundError(f"no Sentinel that answers names a master {service_name!r}") from None
 
 
 class _Pool:
@@ -86,6 +112,9 @@ class _Pool:
 
     def pool(self, name: bytes) -> ConnectionPool:
         return self._pool
+
+    def node(self, host: str, port: int) -> ConnectionPool | None:
+        return None
 
     def doubt(self) -> None:
         """Connections that are open may lead to a server that is no longer the master."""
@@ -103,27 +132,40 @@ class _Cluster:
         self._lock = threading.Lock()
         self._cluster: RedisCluster | None = None
         self._doubted = False
+        self._failures = 0
 
     def pool(self, name: bytes) -> ConnectionPool:
-        with self._lock:
-            cluster = self._known()
-            node = cluster.get_node_from_key(name)
-            if node is None:
-                self._doubted = True
-                raise redis.exceptions.ClusterDownError("nobody has the key's slot")
-            return cluster.get_redis_connection(node).connection_pool
+        with self._asking() as cluster:
+            return cluster.get_redis_connection(cluster.get_node_from_key(name)).connection_pool
+
+    def node(self, host: str, port: int) -> ConnectionPool | None:
+        with self._asking() as cluster:
+            node = cluster.get_node(host, port)
+            self._doubted = self._doubted or node is None
+            return None if node is None else cluster.get_redis_connection(node).connection_pool
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[RedisCluster]:
+        """Who waited while another thread found that no node answers has its answer too."""
+        failures = self._failures
+        with self._lock, sensible("the Cluster's nodes"):
+            if failures != self._failures:
+                raise redis.exceptions.ConnectionError("no node of the Cluster has answered")
+            yield self._known()
 
     def _known(self) -> RedisCluster:
+        known = False
         try:
             if self._cluster is None:
                 self._cluster = self._ask()
             elif self._doubted:
                 self._cluster.nodes_manager.initialize()
-            self._doubted = False
-        except redis.exceptions.RedisError:
-            self._forget()  # the nodes that it was told of are all gone: begin with the given ones
-            raise
-        return self._cluster
+            self._doubted, known = False, True
+            return self._cluster
+        finally:
+            if not known:
+                self._failures += 1
+                self._forget()  # the nodes that it was told of are all gone: begin with the given ones
 
     def _ask(self) -> RedisCluster:
         options = self._options

@@ -10,37 +10,54 @@ from typing import Any, Final
 
 import redis
 from redis.connection import ConnectionPool
-from redis.exceptions import AskError, MovedError, RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    MovedError,
+    OutOfMemoryError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
 
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
 from kvstow.runtime import Clock
-from kvstow.store.redis.servers import Servers
-from kvstow.store.redis.wire import Wire
+from kvstow.store.redis.servers import Servers, sensible
+from kvstow.store.redis.wire import Reply, Wire
 
 Command = tuple[Any, ...]
 
+ASKING: Final = ("ASKING",)
 BATCH: Final = 1000  # commands in flight: their replies fit into a socket's buffers, so that neither side blocks
+FAULTS: Final = (RedisError, RedisClusterException, OSError)  # what redis-py and a socket raise
 TRANSIENT: Final = (
-    redis.exceptions.ConnectionError,  # also: loading, wrong credentials, too many clients
-    redis.exceptions.TimeoutError,
-    redis.exceptions.RedisClusterException,
     redis.exceptions.ClusterError,
-    redis.exceptions.AskError,
+    AskError,
     redis.exceptions.ReadOnlyError,
-    redis.exceptions.OutOfMemoryError,
     redis.exceptions.TryAgainError,
     redis.exceptions.MasterDownError,
 )
 TRANSIENT_CODES: Final = ("MISCONF", "NOREPLICAS", "BUSY", "LOADING", "UNKILLABLE", "CLUSTERDOWN", "MASTERDOWN")
 
 
-def as_store_error(error: RedisError | OSError) -> StoreError:
-    """Every fault that asking again may heal is transient; what the server will always refuse is not."""
+class ServerFull(StoreUnavailable):
+    """It has no room, and evicts nothing."""
+
+
+def as_store_error(error: Exception) -> StoreError:
+    """Of one of ``FAULTS``. Every fault that asking again may heal is transient; what the server will always refuse is
+    not."""
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OutOfMemoryError):
+        return ServerFull(text)
     if "invalid bulk length" in text:
         return StoreRefused(f"larger than the server's proto-max-bulk-len: set redis.part_size lower ({text})")
     transient = isinstance(error, TRANSIENT) or str(error).startswith(TRANSIENT_CODES)
     return StoreRefused(text) if isinstance(error, ResponseError) and not transient else StoreUnavailable(text)
+
+
+def is_wrong_type(error: ResponseError) -> bool:
+    """A name of ours is a list, a set, …: somebody else's."""
+    return str(error).startswith("WRONGTYPE")
 
 
 class Link:
@@ -48,7 +65,8 @@ class Link:
 
     def __init__(self, pool: ConnectionPool, clock: Clock, timeout_s: float) -> None:
         self.pool = pool
-        self._connection: Any = pool.get_connection()
+        with sensible("the server"):
+            self._connection: Any = pool.get_connection()
         sock = self._connection._sock
         self.wire = Wire(sock, self._connection._parser.parse_error, clock, timeout_s)
         self._readable = select.poll()
@@ -59,24 +77,28 @@ class Link:
         """Connected, and everything that came was asked for."""
         return self.wire.idle and not self._readable.poll(0)
 
-    def post(self, commands: Sequence[Command]) -> None:
-        """Send them; their replies are still to be read, from ``wire``."""
-        self._connection.send_packed_command(self._connection.pack_commands(commands))
-
-    def ask(self, commands: Sequence[Command]) -> list[Any]:
-        """Replies of small commands. None for a key whose slot is moving to another node: a miss, for as long."""
-        replies: list[Any] = []
+    def ask(self, commands: Sequence[Command]) -> list[Reply | AskError]:
+        """Replies of small commands. An ``AskError`` says which node to ask instead, while a slot moves there. None
+        also where a name has what is no value of ours."""
+        replies: list[Reply | AskError] = []
         for start in range(0, len(commands), BATCH):
             batch = commands[start : start + BATCH]
-            self.post(batch)
-            for _ in batch:
-                try:
-                    replies.append(self._connection.read_response())
-                except MovedError:
-                    raise
-                except AskError:
-                    replies.append(None)
+            self.wire.begin()
+            self.wire.send([b"".join(self._connection.pack_commands(batch))])
+            replies += [self._reply() for _ in batch]
         return replies
+
+    def _reply(self) -> Reply | AskError:
+        try:
+            return self.wire.reply()
+        except MovedError:
+            raise
+        except AskError as error:
+            return error
+        except ResponseError as error:
+            if is_wrong_type(error):
+                return None
+            raise
 
     def hang_up(self) -> None:
         """And give it back: it is connected again when it is lent next."""
@@ -99,12 +121,12 @@ class Links:
             with self._lock:
                 idle = self._idle.get(pool)
                 link = idle.pop() if idle else None
-                if link is not None and link.quiet:
-                    self._lent.add(link)
-                    return link
-            if link is None:
-                break
-            link.hang_up()
+                if link is None:
+                    break
+                self._lent.add(link)
+            if link.quiet:  # asked without the lock: it gives the interpreter's away
+                return link
+            self.give_back(link, clean=False)
         link = Link(pool, self._clock, self._timeout_s)
         with self._lock:
             self._lent.add(link)
@@ -147,7 +169,15 @@ class Session:
 
     def link(self, name: bytes) -> Link:
         """To the server that has ``name``."""
-        pool = self._servers.pool(name)
+        return self._link(self._servers.pool(name))
+
+    def elsewhere(self, error: AskError) -> Link | None:
+        """To the node that is asked instead, where a slot is moving; None: no node that the others know of. It must
+        be told that it is asked, by ``ASKING`` before the command."""
+        pool = self._servers.node(str(error.host), int(error.port))
+        return None if pool is None else self._link(pool)
+
+    def _link(self, pool: ConnectionPool) -> Link:
         link = self._links.get(id(pool))
         if link is None:
             link = self._links[id(pool)] = self._free.take(pool)
@@ -161,10 +191,21 @@ class Session:
             groups.setdefault(id(link), (link, []))[1].append(i)
         return list(groups.values())
 
-    def ask(self, names: Sequence[bytes], commands: Sequence[Command]) -> list[Any]:
-        """Replies in order; ``names`` say where each command goes."""
-        replies: list[Any] = [None] * len(names)
+    def ask(self, names: Sequence[bytes], commands: Sequence[Command]) -> list[Reply]:
+        """Replies in order; ``names`` say where each command goes. Where a slot is moving they are those of the node
+        that it moves to; None where that doesn't have it either."""
+        replies: list[Reply] = [None] * len(names)
+        asked: dict[tuple[str, int], list[tuple[int, AskError]]] = {}
         for link, where in self.by_link(names):
             for i, reply in zip(where, link.ask([commands[i] for i in where]), strict=True):
-                replies[i] = reply
+                if isinstance(reply, AskError):
+                    asked.setdefault((reply.host, reply.port), []).append((i, reply))
+                else:
+                    replies[i] = reply
+        for group in asked.values():
+            there = self.elsewhere(group[0][1])
+            if there is not None:
+                both = [command for i, _ in group for command in (ASKING, commands[i])]
+                for (i, _), reply in zip(group, there.ask(both)[1::2], strict=True):
+                    replies[i] = None if isinstance(reply, AskError) else reply
         return replies

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-from redis.exceptions import AskError, MovedError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import AskError, MovedError, ResponseError
 
 from kvstow.errors import StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
-from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Outcome
+from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Missing, Outcome, Rejected
 from kvstow.store.redis.envelope import (
     ENVELOPE_BYTES,
     MAX_PARTS,
@@ -30,12 +30,21 @@ from kvstow.store.redis.envelope import (
 from kvstow.store.redis.options import RedisOptions
 from kvstow.store.redis.root import Root
 from kvstow.store.redis.servers import open_servers
-from kvstow.store.redis.session import Command, Link, Links, Session, as_store_error
+from kvstow.store.redis.session import (
+    FAULTS,
+    Command,
+    Links,
+    ServerFull,
+    Session,
+    as_store_error,
+    is_wrong_type,
+)
 from kvstow.store.redis.wire import Passing, Wire
 
 R = TypeVar("R")
 
 REDIRECTS: Final = 2
+ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 UNFINISHED_MS: Final = 600_000  # parts whose envelope never comes go away by themselves
 WINDOW_BYTES: Final = 64 << 20  # asked for at once: the server keeps what we haven't taken yet in its memory
 FIRST_PAUSE_S: Final = 1.0
@@ -52,8 +61,7 @@ class Fullness:
         self._until_s = 0.0
 
     def pausing(self) -> bool:
-        with self._lock:
-            return self._clock.monotonic() < self._until_s
+        return self._until_s > 0 and self._clock.monotonic() < self._until_s
 
     def full(self) -> None:
         with self._lock:
@@ -61,8 +69,9 @@ class Fullness:
             self._until_s = self._clock.monotonic() + self._pause_s
 
     def took(self) -> None:
-        with self._lock:
-            self._pause_s = 0.0
+        if self._pause_s:
+            with self._lock:
+                self._pause_s = 0.0
 
 
 class RedisStore:
@@ -123,13 +132,14 @@ class RedisStore:
                     return work(session)
             except MovedError:
                 self._doubt()
-            except OutOfMemoryError:
-                raise  # the writer's
-            except (RedisError, OSError) as error:
-                if isinstance(error, ReadOnlyError) or not isinstance(error, ResponseError):
+            except FAULTS as error:
+                fault = as_store_error(error)
+                if isinstance(fault, StoreUnavailable) and not isinstance(fault, ServerFull):
                     self._doubt()
-                raise as_store_error(error) from error
-        raise StoreUnavailable("the Cluster's nodes send us to each other")
+                raise fault from error
+        if self._options.topology == "cluster":
+            raise StoreUnavailable("the Cluster's nodes send us to each other")
+        raise StoreUnavailable("the server is a node of a Cluster: set redis.topology to cluster")
 
     # --- existence --------------------------------------------------------------------------------------------------
 
@@ -137,7 +147,7 @@ class RedisStore:
         if self._root is not None:
             self._root.renew(session)
         heads = session.ask(names, [_head(name) for name in names])
-        envelopes = [unpack(head) if head else None for head in heads]
+        envelopes = [unpack(head) for head in heads]
         parts = [p for name, e in zip(names, envelopes, strict=True) if e is not None for p in e.names(name)]
         there = dict(zip(parts, session.ask(parts, [("TOUCH", part) for part in parts]), strict=True))
         return [
@@ -153,94 +163,121 @@ class RedisStore:
         groups = session.by_link(names)
         for link, where in groups:
             link.wire.get([names[i] for i in where])
-        found: dict[int, Outcome | Envelope] = {}
+        found: dict[int, Outcome | Envelope | AskError] = {}
         for link, where in groups:
             for i in where:
                 found[i] = _take_value(link.wire, items[i][1])
         outcomes: list[Outcome] = []
         for i, name in enumerate(names):
-            got = found[i]
-            outcomes.append(self._read_parts(session, name, got, items[i][1]) if isinstance(got, Envelope) else got)
+            got, buffer = found[i], items[i][1]
+            if isinstance(got, AskError):
+                there = _asked(session, got, name)
+                got = MISSING if there is None else _take_value(there, buffer)
+            if isinstance(got, Envelope):
+                got = self._read_parts(session, name, got, buffer)
+            outcomes.append(MISSING if isinstance(got, AskError) else got)
         return outcomes
 
     def _read_parts(self, session: Session, name: bytes, envelope: Envelope, buffer: Buffer) -> Outcome:
+        """All are asked for before the first is taken."""
         if envelope.length > len(buffer):
             return REJECTED
-        link = session.link(name)
-        link.wire.get(envelope.names(name))
+        wire = session.link(name).wire
+        wire.get(envelope.names(name))
         at, whole, moving, passing = 0, True, False, Passing()
         for _ in range(envelope.parts):
-            try:
-                got = _take_part(link.wire, buffer[at : envelope.length], passing)
-            except MovedError:
-                raise
-            except AskError:
+            got = _take_part(wire, buffer[at : envelope.length], passing)
+            if isinstance(got, AskError):
                 got, moving = 0, True
             whole = whole and got > 0
             at += got
+        if moving:
+            return self._read_moving(session, name, envelope, buffer)
         if whole and at == envelope.length:
             return Done(at, passing.digest())
-        if not moving:
-            self._delete(session, [name])
+        self._delete(session, [name])
         return MISSING
+
+    @staticmethod
+    def _read_moving(session: Session, name: bytes, envelope: Envelope, buffer: Buffer) -> Outcome:
+        """Some parts are at one node, some at another: one after the other. Nothing is taken away."""
+        wire, at, passing = session.link(name).wire, 0, Passing()
+        for part in envelope.names(name):
+            wire.get([part])
+            got = _take_part(wire, buffer[at : envelope.length], passing)
+            if isinstance(got, AskError):
+                there = _asked(session, got, part)
+                got = 0 if there is None else _take_part(there, buffer[at : envelope.length], passing)
+            if isinstance(got, AskError) or not got:
+                return MISSING
+            at += got
+        return Done(at, passing.digest()) if at == envelope.length else MISSING
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def _write(self, name: bytes, spans: Sequence[Buffer]) -> Outcome:
-        length = sum(len(span) for span in spans)
+        length = sum(map(len, spans))
         if self._fullness.pausing():
             return REJECTED
-        if length <= self._options.part_bytes:
-            envelope = Envelope(length)
-            work: Callable[[Session], bool] = lambda session: self._set(  # noqa: E731
-                session.link(name), name, [envelope.pack(), *spans], (b"NX", *self._lifetime)
-            )
-        else:
-            count = -(-length // self._options.part_bytes)
-            if count > MAX_PARTS:
-                return REJECTED
-            envelope = Envelope(length, count, os.urandom(WRITE_ID_BYTES))
-            work = lambda session: self._write_parts(session, name, envelope, spans)  # noqa: E731
+        count = -(-length // self._options.part_bytes) if length > self._options.part_bytes else 0
+        if count > MAX_PARTS:
+            return REJECTED
+        envelope = Envelope(length, count, os.urandom(WRITE_ID_BYTES)) if count else Envelope(length)
+        write = self._write_parts if count else self._write_whole
         try:
-            stored = self._call(work)
-        except OutOfMemoryError:
+            stored = self._call(partial(write, name, envelope, spans))
+        except ServerFull:
             self._fullness.full()
-            if envelope.parts:
-                self._call(lambda session: session.link(name).ask([("UNLINK", p) for p in envelope.names(name)]))
+            if count:
+                parts = envelope.names(name)
+                self._call(lambda session: session.ask(parts, [("UNLINK", part) for part in parts]))
             return REJECTED
         self._fullness.took()
         return Done(length) if stored else REJECTED
 
-    def _write_parts(self, session: Session, name: bytes, envelope: Envelope, spans: Sequence[Buffer]) -> bool:
+    def _write_whole(self, name: bytes, envelope: Envelope, spans: Sequence[Buffer], session: Session) -> bool:
+        return self._set(session, name, envelope.pack(), spans, (b"NX", *self._lifetime))
+
+    def _write_parts(self, name: bytes, envelope: Envelope, spans: Sequence[Buffer], session: Session) -> bool:
         """The envelope last. Until then the parts have a lifetime, so that those of a dead writer go away."""
-        link = session.link(name)
-        if link.ask([("EXISTS", name)]) == [1]:
+        if session.ask([name], [("EXISTS", name)]) == [1]:
             return False
         names = envelope.names(name)
         for i, (part, length) in enumerate(zip(names, envelope.part_lengths(self._options.part_bytes), strict=True)):
             pieces = cut(spans, i * self._options.part_bytes, length)
-            self._set(link, part, pieces, (b"PX", b"%d" % UNFINISHED_MS))
-        [stored] = link.ask([("SET", name, envelope.pack(), "NX", *self._lifetime)])
+            self._set(session, part, b"", pieces, (b"PX", b"%d" % UNFINISHED_MS))
+        [stored] = session.ask([name], [("SET", name, envelope.pack(), "NX", *self._lifetime)])
         if not stored:
-            link.ask([("UNLINK", part) for part in names])
+            session.ask(names, [("UNLINK", part) for part in names])
             return False
         ttl_s = self._options.ttl_s
-        link.ask([("PEXPIRE", part, ttl_s * 1000) if ttl_s else ("PERSIST", part) for part in names])
+        session.ask(names, [("PEXPIRE", part, ttl_s * 1000) if ttl_s else ("PERSIST", part) for part in names])
         return True
 
     @staticmethod
-    def _set(link: Link, name: bytes, value: Sequence[Buffer | bytes], options: Sequence[bytes]) -> bool:
-        """False: it is there already, or its slot is moving."""
-        head = [b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options)), b"$%d\r\n%s\r\n" % (len(name), name)]
-        head.append(b"$%d\r\n" % sum(len(piece) for piece in value))
-        tail = b"".join(b"\r\n$%d\r\n%s" % (len(word), word) for word in options) + b"\r\n"
-        if value and isinstance(value[0], bytes):
-            head.append(value[0])
-            value = value[1:]
-        link.wire.begin()
-        link.wire.send([b"".join(head), *value, tail])
+    def _set(
+        session: Session, name: bytes, begins: bytes, spans: Sequence[Buffer], options: Sequence[bytes]
+    ) -> bool:
+        """False: it is there already."""
+        size = len(begins) + sum(map(len, spans))
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n%s" % (3 + len(options), len(name), name, size, begins)
+        tail = b"".join([b"\r\n$%d\r\n%s" % (len(word), word) for word in options]) + b"\r\n"
+        wire = session.link(name).wire
         try:
-            return link.wire.stored()
+            wire.begin()
+            wire.send([head, *spans, tail])
+            return wire.stored()
+        except MovedError:
+            raise
+        except AskError as error:
+            there = session.elsewhere(error)
+            if there is None:
+                return False
+            wire = there.wire
+        try:
+            wire.begin()
+            wire.send([ASKING, head, *spans, tail])
+            return wire.stored() and wire.stored()
         except MovedError:
             raise
         except AskError:
@@ -253,13 +290,13 @@ class RedisStore:
         """Whose envelope says that it is in parts is taken away in one step with the names of these parts, so that
         a chunk written in between loses none of its own."""
         heads = session.ask(names, [_head(name) for name in names])
-        envelopes = [unpack(head) if head else None for head in heads]
+        envelopes = [unpack(head) for head in heads]
         remove: list[Command] = [
             ("GETDEL" if e is not None and e.parts else "UNLINK", name)
             for name, e in zip(names, envelopes, strict=True)
         ]
         taken = session.ask(names, remove)
-        ends = [unpack(value) if isinstance(value, bytes) else None for value in taken]
+        ends = [unpack(value) for value in taken]
         parts = [part for name, e in zip(names, ends, strict=True) if e is not None for part in e.names(name)]
         session.ask(parts, [("UNLINK", part) for part in parts])
 
@@ -281,18 +318,22 @@ def _windows(items: Sequence[tuple[ChunkKey, Buffer]]) -> Iterator[list[tuple[Ch
         yield window
 
 
-def _take_value(wire: Wire, buffer: Buffer) -> Outcome | Envelope:
+def _asked(session: Session, error: AskError, name: bytes) -> Wire | None:
+    """A GET sent to the node that has the name while its slot is moving; None: nobody knows that node."""
+    there = session.elsewhere(error)
+    if there is None:
+        return None
+    there.wire.get([name], ASKING)
+    there.wire.stored()
+    return there.wire
+
+
+def _take_value(wire: Wire, buffer: Buffer) -> Outcome | Envelope | AskError:
     """One reply of GET: into ``buffer``, or the envelope of a value in parts. What is no value of ours, or doesn't
     fit, is REJECTED."""
-    wire.begin()
-    try:
-        length = wire.bulk()
-    except MovedError:
-        raise
-    except AskError:
-        return MISSING
-    if length is None:
-        return MISSING
+    length = _bulk(wire)
+    if not isinstance(length, int):
+        return length
     head = memoryview(bytearray(min(length, ENVELOPE_BYTES)))
     wire.take(head)
     length -= len(head)
@@ -309,12 +350,11 @@ def _take_value(wire: Wire, buffer: Buffer) -> Outcome | Envelope:
     return Done(length, passing.digest()) if fits else REJECTED
 
 
-def _take_part(wire: Wire, buffer: Buffer, passing: Passing) -> int:
+def _take_part(wire: Wire, buffer: Buffer, passing: Passing) -> int | AskError:
     """One reply of GET into the beginning of ``buffer``: its length; 0 where it isn't there or doesn't fit."""
-    wire.begin()
-    length = wire.bulk()
-    if length is None:
-        return 0
+    length = _bulk(wire)
+    if not isinstance(length, int):
+        return length if isinstance(length, AskError) else 0
     fits = length <= len(buffer)
     if fits:
         wire.take(buffer[:length], passing)
@@ -322,3 +362,19 @@ def _take_part(wire: Wire, buffer: Buffer, passing: Passing) -> int:
         wire.skip(length)
     wire.end()
     return length if fits else 0
+
+
+def _bulk(wire: Wire) -> int | Missing | Rejected | AskError:
+    """Head of a reply of GET."""
+    wire.begin()
+    try:
+        length = wire.bulk()
+    except MovedError:
+        raise
+    except AskError as error:
+        return error
+    except ResponseError as error:
+        if is_wrong_type(error):
+            return REJECTED
+        raise
+    return MISSING if length is None else length
