@@ -69,6 +69,11 @@ class Index:
     def filling(self, key: ChunkKey) -> Filling | None:
         return self._filling.get(key)
 
+    def reserving(self, key: ChunkKey) -> bool:
+        """Whether a worker fills it."""
+        filling = self._filling.get(key)
+        return filling is not None and not filling.fetching
+
     def absent(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Indices of the keys of which no exact copy is resident or being filled in."""
         resident, filling, lossy = self._resident, self._filling, self._lossy

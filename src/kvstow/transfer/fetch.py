@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvstow.index import MEMORY, Got, Index
 from kvstow.key import ChunkKey
@@ -21,15 +20,8 @@ from kvstow.metrics import Metrics
 from kvstow.runtime import Clock
 from kvstow.transfer.base import Lower
 from kvstow.transfer.judge import Judge
+from kvstow.transfer.survey import survey
 from kvstow.transfer.wait import NOBODY, Flight, Question, Read, Stage, Wait
-
-
-class Run(NamedTuple):
-    """The chunks that an owner could have, from its cursor up to the first that no tier is known to hold."""
-
-    ready_s: list[float | None]  # until each is here
-    flights: list[Flight]  # those that some tier has, in order
-    unanswered: bool  # what comes next, a tier is still asked for
 
 
 class Fetches:
@@ -84,10 +76,7 @@ class Fetches:
         for key in wait.keys[wait.cursor :] if self._tiers else ():
             if len(wait.asked) >= self._max_slots:
                 break
-            if key in wait.asked or self._index.resident(key):
-                continue
-            filling = self._index.filling(key)
-            if filling is not None and not filling.fetching:
+            if key in wait.asked or self._index.resident(key) or self._index.reserving(key):
                 continue
             wait.asked.add(key)
             flight = self._flights.get(key)
@@ -148,7 +137,7 @@ class Fetches:
         """At the end of its patience: whether something has come, and the rest is still worth its wait."""
         if self._clock.monotonic() >= wait.limit_s or not self._judge.stirred(wait.looked_s):
             return False
-        run = self._survey(wait)
+        run = survey(wait, self._flights, self._index, self._judge)
         chunks = self._judge.still(run.ready_s)
         if chunks == 0:
             return False
@@ -210,8 +199,7 @@ class Fetches:
             if self._index.resident(key):
                 wait.front += wait.front == i
                 continue
-            filling = self._index.filling(key)
-            if filling is not None and not filling.fetching:
+            if self._index.reserving(key):
                 pending = True
                 continue
             flight = self._flights.get(key)
@@ -239,7 +227,7 @@ class Fetches:
 
     def _decide(self, wait: Wait) -> None:
         """A tier has answered: how much of what it has is worth waiting for."""
-        run = self._survey(wait)
+        run = survey(wait, self._flights, self._index, self._judge)
         wait.undecided, wait.unanswered, wait.end = False, run.unanswered, len(wait.keys)
         first = next((f for f in run.flights if f.stage is Stage.FOUND and not f.promised), None)
         first = first or next(iter(run.flights), None)
@@ -255,33 +243,6 @@ class Fetches:
             self._judge.renew(wait, run.ready_s[:chunks])
         elif not run.unanswered:
             self._explore(run.flights)
-
-    def _survey(self, wait: Wait) -> Run:
-        ready_s: list[float | None] = []
-        flights: list[Flight] = []
-        mine: dict[int, int] = {}  # chunks that nobody has decided on yet, by tier
-        paces: dict[int, tuple[float | None, float]] = {}
-        for key in wait.keys[wait.cursor :]:
-            filling = self._index.filling(key)
-            if self._index.resident(key) or (filling is not None and not filling.fetching):
-                ready_s.append(0.0)
-                continue
-            flight = self._flights.get(key)
-            if flight is None or wait not in flight.waits:
-                break
-            if flight.stage is Stage.ASKING:
-                return Run(ready_s, flights, True)
-            flights.append(flight)
-            tier = flight.tier
-            if flight.read is not None and flight.stage is Stage.READING:
-                ready_s.append(self._judge.due_s(tier, flight.read))
-                continue
-            if tier not in paces:
-                paces[tier] = self._judge.pace_s(tier, key.group)
-            mine[tier] = mine.get(tier, 0) + (not flight.promised)
-            begin_s, each_s = paces[tier]
-            ready_s.append(None if begin_s is None else begin_s + each_s * mine[tier])
-        return Run(ready_s, flights, False)
 
     def _explore(self, flights: Sequence[Flight]) -> None:
         """Read a chunk or a few of a tier that decisions went against, for nobody, to learn how fast it is now."""
