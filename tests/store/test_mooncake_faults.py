@@ -127,6 +127,18 @@ def test_k1_k5_from_a_master_that_is_paused_killed_restarted_empty_to_memory_tha
         assert node.get(3) == 0
         assert not node.tier.holds(key(3))
 
+        # memory that doesn't answer: were it waited for as long as Mooncake does, its master would have given it up
+        slot = memoryview(mmap.mmap(-1, 9000))
+        assert store.write([(make_key(50), [slot])]) == [Done(9000)]
+        server.pause_lender()
+        with pytest.raises(StoreUnavailable):
+            store.read([(make_key(50), slot)])
+        with pytest.raises(StoreUnavailable):
+            store.write([(make_key(51), [slot])])
+        server.resume_lender()
+        assert store.read([(make_key(50), slot)]) == [Done(9000)]
+        assert store.contains([make_key(51)]) == [False]
+
         server.pause()
         for work in (lambda: store.contains([key(1)]), lambda: write_one(store, key(9), b"x")):
             with pytest.raises(StoreUnavailable):

@@ -102,13 +102,18 @@ class MooncakeServer:
 
     def pause(self) -> None:
         """The master; all of its threads have stopped then."""
-        assert self._master is not None
-        self._master.send_signal(signal.SIGSTOP)
-        os.waitpid(self._master.pid, os.WUNTRACED)
+        _stop(self._master)
 
     def resume(self) -> None:
         assert self._master is not None
         self._master.send_signal(signal.SIGCONT)
+
+    def pause_lender(self) -> None:
+        _stop(self._lender)
+
+    def resume_lender(self) -> None:
+        assert self._lender is not None
+        self._lender.send_signal(signal.SIGCONT)
 
     def kill_master(self) -> None:
         process, self._master = self._master, None
@@ -121,6 +126,12 @@ class MooncakeServer:
     def kill(self) -> None:
         self.kill_lender()
         self.kill_master()
+
+
+def _stop(process: subprocess.Popen[bytes] | None) -> None:
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
 from kvstow.settings import Settings, parse
 from kvstow.settings.variables import set_defaults
+from kvstow.store.base import REJECTED, Done
 from kvstow.store.mooncake import MooncakeOptions
 from kvstow.store.mooncake.store import MooncakeStore, _Use
 from kvstow.testing.manual import ManualClock
@@ -122,8 +124,8 @@ class _Client:
     def batch_is_exist(self, names: list[str]) -> list[int]:
         return [self.code] * len(names)
 
-    def get_size(self, name: str) -> int:
-        return self.code
+    def batch_get_replica_desc(self, names: list[str]) -> dict[str, Any]:
+        return {}  # also of a real client whose master is away
 
     def remove(self, name: str, force: bool) -> int:
         return self.code
@@ -141,3 +143,100 @@ def test_k2_faults_of_the_client_are_unavailable(code: int) -> None:
     ):
         with pytest.raises(StoreUnavailable, match=f"code {code}"):
             work()
+
+
+class _Steps:
+    """A client whose steps of a put end as they are told to: a real one's can't be made to fail one at a time."""
+
+    def __init__(self, **ends: Any) -> None:
+        self.ends = ends
+        self.there: list[str] = []
+        self.taken_back: list[str] = []
+        self.moved: list[str] = []
+        self.started = 0
+
+    def register_buffer(self, address: int, length: int) -> int:
+        return 0
+
+    def batch_put_session_start(self, names: list[str], sizes: list[int], config: Any) -> list[int]:
+        self.started += 1
+        codes: list[int] = self.ends.get(f"start_{self.started}", [0] * len(names))
+        return list(codes)
+
+    def batch_put_from_multi_buffer_ranges(self, names: list[str], at: Any, sizes: Any, offsets: Any) -> list[int]:
+        self.moved += names
+        moved = self.ends.get("moved", [size for [size] in sizes])
+        if isinstance(moved, BaseException):
+            raise moved
+        return list(moved)
+
+    def batch_put_session_end(self, names: list[str]) -> list[int]:
+        codes: list[int] = self.ends.get("end", [0] * len(names))
+        self.there += [name for name, code in zip(names, codes, strict=True) if not code]
+        return list(codes)
+
+    def batch_put_session_revoke(self, names: list[str]) -> list[int]:
+        self.taken_back += names
+        return [-900] * len(names)
+
+
+def put(client: _Steps, count: int = 2) -> Any:
+    """Write ``count`` values from one pool."""
+    store = MooncakeStore(MooncakeOptions("h:1", prefix=""), ManualClock(), lambda: (client, None))
+    pool = memoryview(mmap.mmap(-1, count * 4096))
+    return store.write([(KEYS[i], [pool[i * 4096 : (i + 1) * 4096]]) for i in range(count)])
+
+
+KEYS = [ChunkKey.build(Namespace.from_fields({}), 0, bytes([i])) for i in range(3)]
+NAMES = [key.digest().hex() for key in KEYS]
+
+
+def test_a_put_in_its_steps() -> None:
+    client = _Steps()
+    assert put(client) == [Done(4096)] * 2
+    assert (client.there, client.taken_back) == (NAMES[:2], [])
+
+
+def test_a_name_that_is_taken_is_rejected_and_not_moved() -> None:
+    client = _Steps(start_1=[-705, 0])
+    assert put(client) == [REJECTED, Done(4096)]
+    assert (client.moved, client.there, client.taken_back) == (NAMES[1:2], NAMES[1:2], [])
+
+
+def test_without_room_nothing_is_moved() -> None:
+    client = _Steps(start_1=[-200, -200])
+    assert put(client) == [REJECTED] * 2
+    assert (client.moved, client.there, client.taken_back) == ([], [], [])
+
+
+@pytest.mark.parametrize("moved", [-800, 4095, 0])
+def test_what_was_not_moved_whole_is_never_published(moved: int) -> None:
+    client = _Steps(moved=[4096, moved])
+    with pytest.raises(StoreUnavailable):
+        put(client)
+    assert (client.there, client.taken_back) == (NAMES[:1], NAMES[1:2])
+
+
+@pytest.mark.parametrize("end", [-900, -901])
+def test_what_could_not_be_published_is_taken_back(end: int) -> None:
+    client = _Steps(end=[end, 0])
+    with pytest.raises(StoreUnavailable, match=f"code {end}"):
+        put(client)
+    assert (client.there, client.taken_back) == (NAMES[1:2], NAMES[:1])
+
+
+def test_an_exception_between_the_steps_takes_back_what_was_begun() -> None:
+    client = _Steps(moved=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        put(client)
+    assert (client.there, client.taken_back) == ([], NAMES[:2])
+
+
+def test_a_write_that_could_not_be_taken_back_is_begun_anew() -> None:
+    client = _Steps(start_1=[0, -600])
+    assert put(client) == [Done(4096)] * 2
+    assert (client.there, client.taken_back) == (NAMES[:2], NAMES[1:2])
+    client = _Steps(start_1=[-600, 0], start_2=[-600])
+    with pytest.raises(StoreUnavailable):
+        put(client)
+    assert (client.there, client.taken_back) == (NAMES[1:2], NAMES[:1])

@@ -39,6 +39,8 @@ def _hush() -> None:
 
 
 _hush()
+if not hasattr(MooncakeDistributedStore, "batch_put_session_start"):
+    raise ImportError("it is older than 0.3.13.post1")
 
 
 def connect(options: MooncakeOptions) -> Any:

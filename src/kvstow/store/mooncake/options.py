@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -24,7 +25,7 @@ class MooncakeOptions:
     buffer_bytes: int = 64 << 20
     prefix: str = "kvstow/"
     replicas: int = 1
-    timeout_s: float = 2.0  # of a question to the master
+    timeout_s: float = 2.0  # of a question to the master, and of a transfer in which nothing moves
     connect_timeout_s: float = 10.0
 
     @property
@@ -33,10 +34,12 @@ class MooncakeOptions:
         return host.strip("[]"), int(port)
 
     def variables(self) -> Mapping[str, str]:
-        """What the client reads from the environment. Its own limits are 30 s a question and 90 s to connect."""
+        """What the client reads from the environment. Its own limits are 30 s for a question, 30 s for a transfer that
+        stands still, and 90 s to connect."""
         return {
             "MC_RPC_TIMEOUT_MS": str(round(self.timeout_s * 1e3)),
             "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
+            "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(self.timeout_s)),
             "MC_STORE_CLIENT_SETUP_RETRIES": "1",
             "MC_STORE_CLIENT_METRIC": "0",
         }

@@ -3,6 +3,9 @@
 The client moves bytes straight between a slot and the lending process: the memory that a slot is part of is registered
 with it when it is first seen, the host pool so once. Other memory, a codec's output, goes through the client's buffer.
 
+Of the client's many ways to move bytes those by ranges are used: in ``get_into`` and ``put_from`` each thread waits in
+a busy loop, which takes a core from the transfer that it waits for, and from vLLM.
+
 A value may be evicted at any time, so nothing is remembered here. Mooncake hands out a value's memory again as soon as
 it was deleted: deleting waits for this process's readers of the same key; a reader in another process may then find
 bytes of another value, which the frame's checksum tells.
@@ -27,6 +30,9 @@ NO_ROOM: Final = (-10, -200)  # in the client's buffer; in the memory that is le
 NOT_THERE: Final = (-703, -704, -707)  # being written; not known; taken away amid the read
 ALREADY_THERE: Final = (-705,)
 DOES_NOT_FIT: Final = (-600,)
+UNFINISHED: Final = (-600,)  # this client's own earlier write, which could not be taken back then
+FAILED: Final = -800  # the client's own code of a transfer that failed
+ELSEWHERE: Final = -1
 REFUSED: Final = (-400, -601)  # keys or clients that the master will never take
 PAUSE_S: Final = 1.0  # nothing is written for so long after the store had no room
 
@@ -67,23 +73,39 @@ class MooncakeStore:
             return []
         client = self._connected()
         names = [self._options.name_of(key) for key, _ in items]
-        places = [self._registered.place(client, buffer) for _, buffer in items]
         outcomes: list[Outcome] = [MISSING] * len(items)
+        direct: list[tuple[int, _Place]] = []  # as many bytes as the value has
         with self._use.reading(names):
-            direct = [(i, place) for i, place in enumerate(places) if place is not None and names[i] not in names[:i]]
-            if direct:
-                got = client.batch_get_into(
-                    [names[i] for i, _ in direct], [p.address for _, p in direct], [p.length for _, p in direct]
-                )
-                for (i, _), code in zip(direct, got, strict=True):
-                    outcomes[i] = _read(code)
-            done = {i for i, _ in direct}
-            for i, place in enumerate(places):
-                if place is None:
-                    outcomes[i] = self._read_copy(client, names[i], items[i][1])
-                elif i not in done:  # of a name twice in a batch Mooncake fills one buffer, and says it filled both
+            lengths = self._lengths(client, names)
+            for i, (_, buffer) in enumerate(items):
+                length, place = lengths.get(names[i]), self._registered.place(client, buffer)
+                if length is None:
+                    continue
+                if length > len(buffer):
+                    outcomes[i] = REJECTED
+                elif place is None or not length:
+                    outcomes[i] = self._read_copy(client, names[i], buffer)
+                elif length == ELSEWHERE:
                     outcomes[i] = _read(client.get_into(names[i], place.address, place.length))
+                else:
+                    direct.append((i, _Place(place.address, length)))
+            if direct:
+                at, zeros = [place.address for _, place in direct], [[[0]]] * len(direct)
+                sizes = [[[place.length]] for _, place in direct]
+                got = client.get_into_ranges(at, [[names[i]] for i, _ in direct], zeros, zeros, sizes)
+                for (i, _), [[code]] in zip(direct, got, strict=True):
+                    outcomes[i] = MISSING if code in DOES_NOT_FIT else _read(code)  # written anew, and shorter
         return outcomes
+
+    def _lengths(self, client: Any, names: Sequence[str]) -> dict[str, int]:
+        """Of the values that are there; ``ELSEWHERE`` where memory doesn't have it."""
+        lengths = {}
+        for name, copies in client.batch_get_replica_desc(list(dict.fromkeys(names))).items():
+            sizes = [one.get_memory_descriptor().buffer_descriptor.size for one in copies if one.is_memory_replica()]
+            lengths[name] = sizes[0] if sizes else ELSEWHERE
+        if rest := [name for name in dict.fromkeys(names) if name not in lengths]:  # or the question failed
+            lengths |= {name: ELSEWHERE for name, there in zip(rest, self._exist(rest), strict=True) if there}
+        return lengths
 
     def _read_copy(self, client: Any, name: str, buffer: Buffer) -> Outcome:
         length = client.get_size(name)
@@ -106,21 +128,65 @@ class MooncakeStore:
         if self._clock.monotonic() < self._full_until_s:
             return outcomes
         with self._use.writing(names) as mine:  # the same key twice is written once
-            there = self._exist(names)
-            new = [i for i in mine if not there[i]]
-            direct = [(i, place) for i in new if (place := self._whole_place(client, items[i][1])) is not None]
+            direct = [(i, place) for i in mine if (place := self._whole_place(client, items[i][1])) is not None]
             if direct:
-                codes = client.batch_put_from(
-                    *([names[i] for i, _ in direct], [p.address for _, p in direct], [p.length for _, p in direct]),
-                    config=self._config,
-                )
+                codes = self._put(client, [names[i] for i, _ in direct], [place for _, place in direct])
                 for (i, place), code in zip(direct, codes, strict=True):
                     outcomes[i] = self._wrote(code, place.length)
-            for i in set(new) - {i for i, _ in direct}:
+            self._put_copies(client, items, names, sorted(set(mine) - {i for i, _ in direct}), outcomes)
+        return outcomes
+
+    def _put(self, client: Any, names: Sequence[str], places: Sequence[_Place]) -> list[int]:
+        """A code for each: 0, it is there, whole. The first of the three steps tells a name that is taken, which a put
+        in one calls a success."""
+        codes: list[int] = client.batch_put_session_start(
+            list(names), [place.length for place in places], config=self._config
+        )
+        if left := [i for i, code in enumerate(codes) if code in UNFINISHED]:
+            client.batch_put_session_revoke([names[i] for i in left])
+            again = [places[i].length for i in left]
+            started = client.batch_put_session_start([names[i] for i in left], again, config=self._config)
+            for i, code in zip(left, started, strict=True):
+                codes[i] = code
+        begun = [i for i, code in enumerate(codes) if not code]
+        for i in begun:
+            codes[i] = FAILED
+        try:
+            self._put_begun(client, names, places, begun, codes)
+        finally:
+            if failed := [names[i] for i in begun if codes[i]]:
+                client.batch_put_session_revoke(failed)
+        return codes
+
+    @staticmethod
+    def _put_begun(
+        client: Any, names: Sequence[str], places: Sequence[_Place], begun: Sequence[int], codes: list[int]
+    ) -> None:
+        if not begun:
+            return
+        at, sizes = [[places[i].address] for i in begun], [[places[i].length] for i in begun]
+        moved = client.batch_put_from_multi_buffer_ranges([names[i] for i in begun], at, sizes, [[0]] * len(begun))
+        whole = [i for i, length in zip(begun, moved, strict=True) if length == places[i].length]
+        if whole:  # ending one that isn't would publish it
+            for i, code in zip(whole, client.batch_put_session_end([names[i] for i in whole]), strict=True):
+                codes[i] = code
+
+    def _put_copies(
+        self,
+        client: Any,
+        items: Sequence[tuple[ChunkKey, Sequence[Buffer]]],
+        names: Sequence[str],
+        mine: Sequence[int],
+        outcomes: list[Outcome],
+    ) -> None:
+        """Through the client's buffer. It calls a name that is taken a success, so it is asked first."""
+        if not mine:
+            return
+        for i, there in zip(mine, self._exist([names[i] for i in mine]), strict=True):
+            if not there:
                 spans = items[i][1]
                 code = client.put_parts(names[i], *spans, config=self._config)
                 outcomes[i] = self._wrote(code, sum(len(span) for span in spans))
-        return outcomes
 
     def _whole_place(self, client: Any, spans: Sequence[Buffer]) -> _Place | None:
         return self._registered.place(client, spans[0]) if len(spans) == 1 else None
