@@ -200,3 +200,22 @@ def test_a_rejected_admission_writes_nothing(tmp_path: Path) -> None:
     assert write_one(store, KEYS[0], b"x") is REJECTED
     assert not list(tmp_path.rglob("*.kv"))
     assert write_one(store, KEYS[0], b"x") == Done(1)
+
+
+def test_h6_a_chunk_found_by_a_read_and_by_the_scrub_is_counted_once(tmp_path: Path) -> None:
+    """Whichever moves it aside: the read's caller counts it."""
+    store = filled(tmp_path)
+    scrub_found = store._corrupt(store._volumes[0])
+    where = bytes(KEYS[0].namespace)
+    for read_first in (True, False):
+        key = KEYS[read_first]
+        calls = [lambda key=key: store.quarantine([key]), lambda key=key: scrub_found(where, key.digest())]
+        for call in calls if read_first else reversed(calls):
+            call()
+        assert store.take_corrupt() == 0
+    scrub_found(where, KEYS[2].digest())
+    scrub_found(where, KEYS[2].digest())
+    store.quarantine([KEYS[3]])
+    assert store.take_corrupt() == 1
+    assert store.take_corrupt() == 0
+    store.close()

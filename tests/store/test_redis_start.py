@@ -57,7 +57,8 @@ def test_without_the_tier_a_random_root_hash_does_no_harm(monkeypatch: pytest.Mo
 
 def lower_tiers(not_persistent: str | None, effective: Any = WITH_REDIS) -> list[Any]:
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank_local=0))
-    identity = SimpleNamespace(not_persistent=not_persistent, namespace=b"", root=lambda: ("all else", "seed 0"))
+    identity = SimpleNamespace(not_persistent=not_persistent, namespace=bytes(32), root=lambda: ("all else", "seed 0"))
+    identity.describe = lambda: {"namespace": "", "block hash root": "seed 0"}
     shapes = [[KVShape.unknown("float32", 4096)]]
     tiers: list[Any] = start._lower_tiers(
         config, effective.settings, LAYOUT, shapes, identity, SystemClock(), Metrics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 from kvstow.build.integrity import integrity_key
@@ -14,6 +15,8 @@ from kvstow.settings import Settings
 from kvstow.store.disk import DiskOptions, DiskStore, frame_check
 from kvstow.tier import Tier
 
+logger = logging.getLogger("kvstow")
+
 
 def build_disk(
     settings: Settings,
@@ -23,9 +26,15 @@ def build_disk(
     metrics: Metrics,
     describe: Callable[[bytes], Mapping[str, object]],
     device: int = 0,
+    namespace: bytes | None = None,
+    root: tuple[str, str] | None = None,
 ) -> Tier | None:
     """The disk tier; None: not set. ``describe`` says for people what a namespace is; ``device``: which of this
-    host's engines it is. Raises ``SettingsError`` when a directory can't be used."""
+    host's engines it is; ``namespace``: its own; ``root``: where its block hashes begin, behind a digest of all else.
+
+    Raises ``SettingsError`` when a directory can't be used, ``UnsupportedError`` where the engines that share it, or
+    used it before, begin elsewhere.
+    """
     paths, size = settings.disk.paths, settings.disk.size
     if not paths or size is None:
         return None
@@ -42,15 +51,17 @@ def build_disk(
         store = DiskStore(paths, options, order=order, clock=clock, describe=describe, check=check)
     except (OSError, UnsupportedError, StoreUnavailable) as error:
         raise SettingsError(f"disk.paths {','.join(paths)} can't be used: {error}") from error
+    if root is not None and namespace is not None:
+        try:
+            store.introduce(namespace, root[1])
+        except StoreUnavailable as error:
+            logger.warning("Whose chunks are in disk.paths can't be told now, kvstow goes on: %s", error)
+        except UnsupportedError as error:
+            store.close()
+            raise UnsupportedError(f"tier disk: {error}") from None
     store.start(ThreadExecutor("disk-background", threads=len(paths)))
     executor = ThreadExecutor("disk", threads=settings.disk.threads)
     return Tier(
-        *("disk", store, executor),
-        layout=layout,
-        clock=clock,
-        metrics=metrics,
-        set_aside=store.quarantine,
-        take_corrupt=store.take_corrupt,
-        paths_down=store.paths_down,
-        stuck=store.stuck,
-    )
+        *("disk", store, executor), layout=layout, clock=clock, metrics=metrics, set_aside=store.quarantine,
+        take_corrupt=store.take_corrupt, paths_down=store.paths_down, stuck=store.stuck,
+    )  # fmt: skip

@@ -47,11 +47,13 @@ def lower_tiers(
     describe: Callable[[bytes], Mapping[str, object]],
     device: int,
     not_persistent: str | None,
+    namespace: bytes | None = None,
     root: tuple[str, str] | None = None,
 ) -> list[Tier]:
     """``shapes[g][s]`` is what the KV of shard ``s`` of group ``g`` is; ``describe`` says for people what a namespace
     is; ``device``: which of this host's engines it is; ``not_persistent``: why this KV must not outlive the process,
-    or None; ``root``: where its block hashes begin, behind a digest of all else that KV depends on.
+    or None; ``namespace``: its own; ``root``: where its block hashes begin, behind a digest of all else that KV depends
+    on.
 
     Raises ``UnsupportedError`` where it must not and a tier would keep it, or a codec does not suit it,
     ``SettingsError`` where a tier's settings can't be used.
@@ -62,7 +64,10 @@ def lower_tiers(
             raise UnsupportedError(f"{setting} is set, but this KV can't be kept in tier {tier}: {not_persistent}")
     coder_of, key = coders(settings, list(asked), layout, shapes), integrity_key(settings)
     built = (
-        build_disk(settings, layout, clock=clock, metrics=metrics, describe=describe, device=device),
+        build_disk(
+            settings, layout, clock=clock, metrics=metrics,
+            describe=describe, device=device, namespace=namespace, root=root,
+        ),
         build_redis(settings, layout, clock=clock, metrics=metrics, root=root),
         build_mooncake(settings, layout, clock=clock, metrics=metrics, root=root),
         build_objects(settings, layout, clock=clock, metrics=metrics, root=root),

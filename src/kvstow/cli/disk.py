@@ -12,11 +12,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from kvstow.cli.data_directory import DataDirectory, Usage
 from kvstow.errors import SettingsError, StoreRefused
 from kvstow.runtime import SystemClock
 from kvstow.settings import format_size, load
 from kvstow.store.disk import frame_check
-from kvstow.store.disk.admin import DataDirectory, Usage
 from kvstow.store.disk.scan import Namespace
 
 EXIT_BAD: Final = 1

@@ -235,6 +235,7 @@ def _lower_tiers(
         describe=describe,
         device=vllm_config.parallel_config.data_parallel_rank_local or 0,
         not_persistent=identity.not_persistent,
+        namespace=identity.namespace,
         root=identity.root(),
     )
 

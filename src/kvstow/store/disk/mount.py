@@ -11,7 +11,6 @@ import fcntl
 import os
 import secrets
 import stat
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -54,15 +53,13 @@ class Mount:
     ledger: Ledger
     ledger_id: bytes
     serials: Iterator[int] = field(default_factory=partial(count, 3))  # before are the lock's name, the probe's
-    serials_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def temporary(self) -> str:
         """A new path of our own, on the same filesystem."""
         return f"{names.TMP}/{self.tag()}"
 
     def tag(self) -> str:
-        with self.serials_lock:
-            return f"{self.token}-{next(self.serials)}"
+        return f"{self.token}-{next(self.serials)}"  # one step of ``count`` is atomic
 
     def kind(self, path: str) -> os.stat_result | None:
         """``lstat`` of a path below the root; None: nothing is there."""

@@ -45,6 +45,10 @@ def chunk_path(namespace: bytes, digest: bytes) -> str:
     return f"{namespace.hex()}/{name[0]}/{name[1]}/{name}{_SUFFIX}"
 
 
+def namespace_json(namespace: bytes) -> str:
+    return f"{namespace.hex()}/{NAMESPACE_JSON}"
+
+
 def lock_path(token: str) -> str:
     return f"{RUN}/{token}.lock"
 

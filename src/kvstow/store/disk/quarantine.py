@@ -15,15 +15,18 @@ MAX_FILES: Final = 32
 SIZE_SHARE: Final = 32  # at most this part of the tier's size
 
 
-def quarantine(mount: Mount, path: str, digest: bytes, why: str, size_bytes: int) -> None:
+def quarantine(mount: Mount, path: str, digest: bytes, why: str, size_bytes: int) -> bool:
     """Move what is at ``path`` aside, whatever it is. It stays counted; then the oldest go until all is in bounds.
 
-    Does nothing where nothing is there. Raises ``OSError`` where the filesystem can't be changed.
+    False: nothing is there. Raises ``OSError`` where the filesystem can't be changed.
     """
     target = f"{names.QUARANTINE}/{digest.hex()}.{why}.{mount.tag()}"
-    with suppress(FileNotFoundError):
+    try:
         os.rename(path, target, src_dir_fd=mount.root.number, dst_dir_fd=mount.root.number)
+    except FileNotFoundError:
+        return False
     shrink(mount, MAX_FILES, size_bytes // SIZE_SHARE)
+    return True
 
 
 def shrink(mount: Mount, most_files: int, most_bytes: int) -> int:

@@ -24,9 +24,9 @@ def remove_chunk(mount: Mount, namespace: bytes, digest: bytes) -> int:
     return allocated_bytes(result, mount.ledger)
 
 
-def remove_empty_namespace(mount: Mount, name: str) -> bool:
+def remove_empty_namespace(mount: Mount, name: str) -> None:
     """Remove the directories of a namespace that holds no chunks, and what is not ours stays. A writer that comes
-    meanwhile makes them anew. The next count notices what that freed. True: it is gone."""
+    meanwhile makes them anew. The next count notices what that freed."""
     root = mount.root.number
     for first in names.DIGITS:
         for second in names.DIGITS:
@@ -39,4 +39,3 @@ def remove_empty_namespace(mount: Mount, name: str) -> bool:
             os.unlink(f"{name}/{names.NAMESPACE_JSON}", dir_fd=root)
     with suppress(OSError):
         os.rmdir(name, dir_fd=root)
-    return mount.kind(name) is None

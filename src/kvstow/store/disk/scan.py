@@ -7,7 +7,9 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from kvstow.store.disk import names
 from kvstow.store.disk.files import Fd
@@ -15,6 +17,7 @@ from kvstow.store.disk.index import Found
 from kvstow.store.disk.ledger import Ledger
 
 BLOCK_BYTES: Final = 512  # the unit of ``st_blocks``
+MAX_ABOUT_BYTES: Final = 1 << 20  # of a namespace.json
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -79,14 +82,20 @@ def namespaces(root: Fd) -> list[str]:
     return sorted(name for name in os.listdir(root.number) if names.is_namespace(name))
 
 
+def about(root: Fd, namespace: str) -> dict[str, Any]:
+    """What ``namespace.json`` says; empty where it can't be read."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = Fd(os.open(f"{namespace}/{names.NAMESPACE_JSON}", flags, dir_fd=root.number))
+        return msgspec.json.decode(os.pread(fd.number, MAX_ABOUT_BYTES, 0), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
 def scan(
-    root: Fd,
-    ledger: Ledger,
-    found: Callable[[bytes, list[Found]], None],
-    *,
-    stop: threading.Event,
-    pause_s: float = 0.0,
-) -> Count | None:
+    root: Fd, ledger: Ledger, found: Callable[[bytes, list[Found]], None], *,
+    stop: threading.Event, pause_s: float = 0.0,
+) -> Count | None:  # fmt: skip
     """Walk the whole directory. ``found`` hears of each directory's chunks; between two it waits ``pause_s``.
 
     None: stopped. Raises ``OSError``.

@@ -20,7 +20,6 @@ CURSOR_BYTES: Final = 256
 class Verified(NamedTuple):
     namespace: bytes
     digest: bytes
-    length: int
     good: bool
     read_bytes: int
 
@@ -63,7 +62,7 @@ def verify(mount: Mount, path: str, check: Check) -> Verified | None:
         return got
 
     good = check(digest, result.st_size, read)
-    return Verified(namespace, digest, result.st_size, good, read_bytes)
+    return Verified(namespace, digest, good, read_bytes)
 
 
 class Scrub:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Concatenate, Final, Literal, ParamSpec, TypeVar
 
-from kvstow.errors import KVStowError, StoreUnavailable
+from kvstow.errors import KVStowError, StoreUnavailable, UnsupportedError
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock, Executor
 from kvstow.store.base import MISSING, REJECTED, Buffer, Outcome
@@ -32,6 +33,7 @@ TICK_S: Final = 1.0  # between two rounds of background work
 SCAN_AGAIN_S: Final = 10.0  # at the earliest, when a directory is full of what is not known
 SCAN_EVERY_S: Final = 600.0  # learns of what others wrote, and takes drift out of the count
 REAP_EVERY_S: Final = 10.0  # room and temporary files of processes that died
+SHOWN_DIGITS: Final = 16  # of a namespace
 SCAN_PAUSE_S: Final = 0.02  # between directories of such a scan, which is in no hurry: 5 s for 256 directories
 
 
@@ -67,20 +69,15 @@ class DiskStore:
 
     def __init__(
         self,
-        paths: Sequence[str],
-        options: DiskOptions,
-        *,
-        order: Callable[[], Order],
-        clock: Clock,
-        describe: Callable[[bytes], Mapping[str, object]] = lambda _: {},
-        check: Check | None = None,
-    ) -> None:
+        paths: Sequence[str], options: DiskOptions, *, order: Callable[[], Order], clock: Clock,
+        describe: Callable[[bytes], Mapping[str, object]] = lambda _: {}, check: Check | None = None,
+    ) -> None:  # fmt: skip
         limits = VolumeLimits(options.size_bytes // len(paths), options.min_free_bytes)
         admit: Admit = SecondSight() if options.admission == "second_sight" else lambda _: True
         self._clock = clock
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._found_corrupt = 0
+        self._found_corrupt: set[bytes] = set()  # digests; not told yet
         self._options = options
         self._volumes = [
             Volume(path, limits, order(), clock, describe=describe, admit=admit, direct=options.direct)
@@ -117,16 +114,43 @@ class DiskStore:
 
     # --- beyond it ------------------------------------------------------------------------------------------------
 
+    def introduce(self, namespace: bytes, root: str) -> None:
+        """Say in each directory that an engine uses a namespace, whose block hashes begin with ``root``.
+
+        Raises ``UnsupportedError`` where one is there that differs in that alone: neither would ever find what the
+        other stored. Of two engines that start at once one sees the other, or each does.
+        """
+        rivals = self._rivals(namespace, root)
+        if not rivals:
+            for volume in self._spread:
+                volume.introduce(namespace)
+            rivals = self._rivals(namespace, root)
+            for volume in self._spread if rivals else ():
+                volume.retract(namespace)
+        if rivals:
+            path, name, theirs = rivals[0]
+            raise UnsupportedError(
+                f"the block hashes of engines that use {path} too begin with another root ({theirs}; here {root}): "
+                "nothing would be shared, or found again. Give PYTHONHASHSEED the same value on all of them, or on "
+                "none. If none of those runs any more, remove what they stored: "
+                f"kvstow disk clear --path {shlex.quote(path)} --namespace {name[:SHOWN_DIGITS]}"
+            )
+
+    def _rivals(self, namespace: bytes, root: str) -> list[tuple[str, str, str]]:
+        return [(v.path, *found) for v in self._spread for found in v.rivals(namespace, root).items()]
+
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
         """Move the files of corrupt values aside: each key is a miss from now on, and can be written again."""
         for key in keys:
-            self._ask(key, Volume.set_aside, None, "corrupt")
+            self._ask(key, Volume.set_aside, False, "corrupt")
+            with self._lock:
+                self._found_corrupt.discard(key.digest())  # whoever asks counts it
 
     def take_corrupt(self) -> int:
         """How many corrupt values the scrub has set aside since the last call."""
         with self._lock:
-            found, self._found_corrupt = self._found_corrupt, 0
-        return found
+            found, self._found_corrupt = self._found_corrupt, set()
+        return len(found)
 
     def paths_down(self) -> int:
         """How many of the directories that chunks are spread over are out of use."""
@@ -178,10 +202,10 @@ class DiskStore:
 
     def _corrupt(self, volume: Volume) -> Callable[[bytes, bytes], None]:
         def bad(namespace: bytes, digest: bytes) -> None:
-            logger.warning("The scrub found a corrupt chunk in %s and moved it to the quarantine", volume.path)
-            with self._lock:
-                self._found_corrupt += 1
-            volume.set_aside(namespace, digest, "corrupt")
+            if volume.set_aside(namespace, digest, "corrupt"):  # or a read found it as well, and counts it
+                logger.warning("The scrub found a corrupt chunk in %s and moved it to the quarantine", volume.path)
+                with self._lock:
+                    self._found_corrupt.add(digest)
 
         return bad
 

@@ -23,12 +23,14 @@ from kvstow.store.disk.ledger import LedgerGone
 from kvstow.store.disk.mount import Mount, attach, faults, is_regular, reap
 from kvstow.store.disk.quarantine import quarantine, shrink
 from kvstow.store.disk.remove import remove_chunk, remove_empty_namespace
+from kvstow.store.disk.rivals import rivals
 from kvstow.store.disk.scan import Count, allocated_bytes, scan
 
 logger = logging.getLogger("kvstow")
 
 MAX_ROUNDS: Final = 64  # of evicting and trying again to reserve, while others reserve what was freed
 MAX_VICTIMS: Final = 4096  # looked at in one round; files that others removed already free nothing
+KEPT_EMPTY_S: Final = 86_400.0  # a namespace without chunks: an engine that has just started may be about to write
 MAX_BAD: Final = 1024  # bad files remembered because they could not be moved aside
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -77,15 +79,9 @@ class Volume:
 
     def __init__(
         self,
-        path: str,
-        limits: VolumeLimits,
-        order: Order,
-        clock: Clock,
-        *,
-        describe: Describe,
-        admit: Admit,
-        direct: bool = True,
-    ) -> None:
+        path: str, limits: VolumeLimits, order: Order, clock: Clock, *,
+        describe: Describe, admit: Admit, direct: bool = True,
+    ) -> None:  # fmt: skip
         self.path = path
         self.limits = limits
         self._clock = clock
@@ -226,17 +222,21 @@ class Volume:
             epoch, ahead = mount.ledger.epoch, mount.ledger.ahead_bytes(self.limits.size_bytes)
             mount.ledger.remove(remove_chunk(mount, namespace, digest), epoch, ahead)
 
-    def set_aside(self, namespace: bytes, digest: bytes, why: str) -> None:
-        """Quarantine a bad file. Where the filesystem is read-only it is remembered as bad instead."""
+    def set_aside(self, namespace: bytes, digest: bytes, why: str) -> bool:
+        """Quarantine a bad file. Where the filesystem is read-only it is remembered as bad instead. False: it was
+        before."""
         self._index.drop(digest)
         with _At(self, "quarantining") as mount:
             try:
-                quarantine(mount, names.chunk_path(namespace, digest), digest, why, self.limits.size_bytes)
+                moved = quarantine(mount, names.chunk_path(namespace, digest), digest, why, self.limits.size_bytes)
                 self._bad.pop(digest, None)
+                return moved
             except OSError as error:
+                known = digest in self._bad
                 if len(self._bad) < MAX_BAD:
                     self._bad[digest] = None
                 logger.warning("A bad file could not be moved aside in %s: %s", self.path, error)
+                return not known
 
     # --- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -264,19 +264,33 @@ class Volume:
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                mount.ledger.add(mount.ledger.rounded(1) * mount.make_directories(path))
-                self._introduce(mount, namespace)
+                self._introduce(mount, namespace, path)
         raise FileNotFoundError(errno.ENOENT, "the temporary file or the directory is gone", path)
 
-    def _introduce(self, mount: Mount, namespace: bytes) -> None:
-        """Say what a namespace is, in a file that people read."""
-        path, temporary, root = f"{namespace.hex()}/{names.NAMESPACE_JSON}", mount.temporary(), mount.root.number
+    def rivals(self, namespace: bytes, root: str) -> dict[str, str]:
+        with _At(self, "looking at namespaces") as mount:
+            return rivals(mount.root, self._describe(namespace), root)
+
+    def introduce(self, namespace: bytes) -> None:
+        """Say that a namespace is in use, before anything is written to it."""
+        with _At(self, "introducing a namespace") as mount:
+            self._written.add(namespace)
+            self._introduce(mount, namespace, names.namespace_json(namespace))
+
+    def retract(self, namespace: bytes) -> None:
+        with _At(self, "retracting a namespace") as mount:
+            remove_empty_namespace(mount, namespace.hex())
+
+    def _introduce(self, mount: Mount, namespace: bytes, target: str) -> None:
+        """Make the directories that ``target`` is in, and say what its namespace is, in a file that people read."""
+        path, temporary, root = names.namespace_json(namespace), mount.temporary(), mount.root.number
+        mount.ledger.add(mount.ledger.rounded(1) * mount.make_directories(target))
         if mount.kind(path) is not None:
             return
-        about = {"namespace": namespace.hex(), "created": self._clock.wall(), **self._describe(namespace)}
+        text = {"namespace": namespace.hex(), "created": self._clock.wall(), **self._describe(namespace)}
         fd = files.Fd(os.open(temporary, files.CREATE_FLAGS, names.FILE_MODE, dir_fd=root))
         try:
-            files.write_all(fd.number, [memoryview(msgspec.json.format(msgspec.json.encode(about), indent=2))])
+            files.write_all(fd.number, [memoryview(msgspec.json.format(msgspec.json.encode(text), indent=2))])
             files.rename_new(root, temporary, path)
             mount.ledger.add(mount.ledger.rounded(1))
         except OSError as error:
@@ -338,7 +352,9 @@ class Volume:
             self._index.end_scan()
             for namespace in count.namespaces:
                 if not namespace.chunks and bytes.fromhex(namespace.name) not in self._written:
-                    remove_empty_namespace(mount, namespace.name)
+                    said = mount.kind(names.namespace_json(bytes.fromhex(namespace.name)))
+                    if said is None or self._clock.wall() - said.st_mtime > KEPT_EMPTY_S:
+                        remove_empty_namespace(mount, namespace.name)
             used = mount.ledger.reconcile(before, count.bytes).used_bytes or 0
             step = 1 + mount.ledger.ahead_bytes(self.limits.size_bytes)
             for _ in range(self.limits.size_bytes, used, step):  # others shrink it too: each says what it has removed

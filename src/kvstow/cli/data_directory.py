@@ -6,21 +6,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-import msgspec
+from typing import Any
 
 from kvstow.errors import StoreRefused
 from kvstow.store.disk import names
 from kvstow.store.disk.check import Check
-from kvstow.store.disk.files import Fd
 from kvstow.store.disk.mount import Mount, attach, faults, reap
 from kvstow.store.disk.quarantine import quarantine, shrink
 from kvstow.store.disk.remove import remove_chunk, remove_empty_namespace
-from kvstow.store.disk.scan import Count, list_directory, scan
+from kvstow.store.disk.scan import Count, about, namespaces, scan
 from kvstow.store.disk.scrub import Verified, chunks_after, verify
-
-MAX_ABOUT_BYTES: Final = 1 << 20  # of a namespace.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +55,7 @@ class DataDirectory:
 
     def about(self, namespace: str) -> Mapping[str, Any]:
         """What ``namespace.json`` says; empty where it can't be read."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            fd = Fd(os.open(f"{namespace}/{names.NAMESPACE_JSON}", flags, dir_fd=self._mount.root.number))
-            return msgspec.json.decode(os.pread(fd.number, MAX_ABOUT_BYTES, 0), type=dict[str, Any])
-        except (OSError, msgspec.DecodeError):
-            return {}
+        return about(self._mount.root, namespace)
 
     def verify(self, check: Check, *, set_aside: bool) -> Iterator[Verified]:
         """Every chunk, checked. Bad ones are moved to the quarantine if asked for."""
@@ -106,4 +96,4 @@ class DataDirectory:
             return shrink(self._mount, 0, 0)
 
     def namespaces(self) -> list[str]:
-        return sorted(name for name, _ in list_directory(self._mount.root, ".") if names.is_namespace(name))
+        return namespaces(self._mount.root)
