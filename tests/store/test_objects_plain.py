@@ -28,6 +28,7 @@ from kvstow.store.objects.line import HEAD_BYTES, AskClient
 from kvstow.store.objects.plain import goes_plain
 
 URL = f"s3://{BUCKET}/p"
+PATIENT_S = 20.0
 SMALL, LARGE = 5000, 3 * PART_BYTES + 5
 HOST = "127.0.0.1"
 HEAD = b"HTTP/1.1 206 Partial Content\r\n"
@@ -55,7 +56,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def store(server: ObjectServer, said: list[str]) -> Iterator[Any]:
-    store = open_store(URL, endpoint=server.url, say=said.append, timeout_s=2.0)
+    store = open_store(URL, endpoint=server.url, say=said.append, timeout_s=PATIENT_S)
     for i, length in enumerate((SMALL, LARGE)):
         assert write_one(store, make_key(i), value_of(i, length)) == Done(length)
     server.requests.clear()
@@ -122,7 +123,7 @@ def test_an_independent_s3_serves_signed_urls_their_ranges_and_conditions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moto = Moto(tmp_path)
-    store = open_store(URL, endpoint=moto.url, timeout_s=10.0)
+    store = open_store(URL, endpoint=moto.url, timeout_s=PATIENT_S)
     try:
         write_one(store, make_key(1), value_of(1, LARGE))
         only_plainly(store, monkeypatch)
@@ -143,7 +144,7 @@ def test_by_ip_version_6(monkeypatch: pytest.MonkeyPatch) -> None:
     except OSError:
         pytest.skip("no IPv6 here")
     with listener, Says(lambda client: client.sendall(whole(b"x" * 10)), listener) as says:
-        store = open_store(URL, endpoint=f"http://[::1]:{says.port}")
+        store = open_store(URL, endpoint=f"http://[::1]:{says.port}", timeout_s=PATIENT_S)
         only_plainly(store, monkeypatch)
         assert read_one(store, make_key(0), 100) == (Done(10), b"x" * 10)
         store.close()
@@ -337,8 +338,10 @@ def test_f5_h4_bytes_that_drip_are_given_up(from_byte: int) -> None:
 def test_f5_parts_of_which_one_never_comes_are_given_up(server: ObjectServer, store: Any) -> None:
     gate = threading.Event()
     server.hook = plainly(lambda r: gate.wait() and None if r.headers["range"].startswith("bytes=2") else None)
+    hasty = open_store(URL, endpoint=server.url, timeout_s=0.5)
     with pytest.raises(StoreUnavailable, match="no answer in time"):
-        read_one(store, make_key(1), LARGE)
+        read_one(hasty, make_key(1), LARGE)
+    hasty.close()
     gate.set()
     server.hook = lambda _: None
     assert read_one(store, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
@@ -368,7 +371,7 @@ def test_bytes_behind_the_value_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> 
         client.sendall(whole(b"%d" % next(turns) * 10) + whole(b"evil" * 3) * 3)
 
     with Says(how) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}")
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
         assert read_one(store, make_key(0), 5000)[1] in (b"0" * 10, b"1" * 10, b"")
         only_plainly(store, monkeypatch)
         assert not store._plain._idle
@@ -378,7 +381,7 @@ def test_bytes_behind_the_value_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_answer_that_no_other_may_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     body = answer("Content-Length: 9\nContent-Range: bytes 0-8/9\nConnection: Close", b"123456789")
     with Says(lambda client: client.sendall(body)) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}")
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
         only_plainly(store, monkeypatch)
         assert read_one(store, make_key(0), 100) == (Done(9), b"123456789")
         assert not store._plain._idle
@@ -389,7 +392,7 @@ def test_bytes_in_chunks_are_the_clients(said: list[str]) -> None:
     fields = "Content-Length: 10\nTransfer-Encoding: chunked\nContent-Range: bytes 0-9/10"
     body = answer(fields, b"a\r\nxxxxxxxxxx\r\n0\r\n\r\n")
     with Says(lambda client: client.sendall(body)) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", say=said.append)
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", say=said.append, timeout_s=PATIENT_S)
         for _ in range(2):
             assert read_one(store, make_key(0), 100) == (Done(10), b"x" * 10)
         store.close()
@@ -444,6 +447,6 @@ def test_the_longest_head_is_taken() -> None:
     data = answer(f"Content-Length: 9\nContent-Range: bytes 0-8/9\nA: {'b' * 10_000}", b"123456789")
     assert HEAD_BYTES > 10_000
     with Says(lambda client: client.sendall(data)) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}")
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
         assert read_one(store, make_key(0), 100) == (Done(9), b"123456789")
         store.close()
