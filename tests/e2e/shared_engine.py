@@ -1,5 +1,5 @@
-"""One of several engines that share a Redis, or the object store at an HTTP address, in a process of its own:
-``python -m tests.e2e.shared_engine URL FD ALGORITHM``.
+"""One of several engines that share a Redis, the object store at an HTTP address, or the Mooncake whose master is at
+``mooncake://host:port``, in a process of its own: ``python -m tests.e2e.shared_engine URL FD ALGORITHM``.
 
 It does what lines of JSON on its standard input say, and answers each with a line on file descriptor ``FD``.
 """
@@ -26,6 +26,7 @@ BUCKET = "s3://kv/e2e"
 
 def impatient() -> None:
     """A breaker that tries again soon, or the tests would wait for it most of the time."""
+    from kvstow.build import mooncake as build_mooncake
     from kvstow.build import objects as build_objects
     from kvstow.build import redis as build_redis
     from kvstow.tier import Tier, TierLimits
@@ -33,7 +34,7 @@ def impatient() -> None:
     def tier(*arguments: Any, limits: TierLimits | None = None, **named: Any) -> Tier:
         return Tier(*arguments, limits=replace(limits or TierLimits(), breaker_open_s=BYPASSED_S), **named)
 
-    for module in (build_objects, build_redis):
+    for module in (build_mooncake, build_objects, build_redis):
         module.Tier = tier  # type: ignore[assignment, misc]
 
 
@@ -52,12 +53,15 @@ def vanish_after_existence() -> None:
 
 
 def settings(url: str) -> dict[str, Any]:
-    tier = "objects" if url.startswith("http:") else "redis"
-    where = {"objects.url": BUCKET, "objects.endpoint": url} if tier == "objects" else {"redis.url": url}
-    return where | {
+    scheme, _, address = url.partition("://")
+    impatient = {"timeout_ms": TIMEOUT_MS, "connect_timeout_ms": TIMEOUT_MS}
+    tier, where = {
+        "http": ("objects", {"url": BUCKET, "endpoint": url, **impatient}),
+        "mooncake": ("mooncake", {"master": address, "timeout_ms": TIMEOUT_MS}),
+    }.get(scheme, ("redis", {"url": url, **impatient}))
+    return {
         "memory.size": POOL_CHUNKS * FRAME_BYTES, "chunk_size": BLOCK,
-        "fetch.deadline_ms": DEADLINE_MS, "fetch.min_tokens": 0,
-        f"{tier}.timeout_ms": TIMEOUT_MS, f"{tier}.connect_timeout_ms": TIMEOUT_MS,
+        "fetch.deadline_ms": DEADLINE_MS, "fetch.min_tokens": 0, tier: where,
     }  # fmt: skip
 
 

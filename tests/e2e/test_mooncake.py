@@ -1,0 +1,95 @@
+"""Two real vLLM processes on one real Mooncake: what one stored the other hits; its master's end is a miss, no more."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstow.testing.mooncake_server import MooncakeServer, missing
+from tests.e2e.engine_process import ALL_TOKENS, CHUNKS, PROMPTS, TRIES, EngineProcess, cached, counted, tokens
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"),
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
+
+
+class Story:
+    """One stores, the other restores; the master is killed under traffic, and comes back empty."""
+
+    def __init__(self, folder: Path) -> None:
+        self.seen: dict[str, dict[str, Any]] = {}
+        self._server = MooncakeServer(folder / "mooncake").start()
+        url = f"mooncake://{self._server.master}"
+        engines = [EngineProcess(folder, name, url=url) for name in ("one", "two")]
+        self._one, self._two = engines
+        try:
+            for engine in engines:
+                engine.ready()
+            self.seen["cold"] = self._one.run(PROMPTS)
+            self.seen["shared"] = self._two.run(PROMPTS)
+            self.seen["killed"] = self._two.run(PROMPTS, self._server.kill_master)
+            self.seen["killed, still"] = self._two.run(PROMPTS)
+            self.seen["restarted"] = self._two.run(PROMPTS, self._server.start_master)
+            self._recover()
+            self.log = self._two.log()
+        finally:
+            for engine in engines:
+                engine.end()
+            self._server.kill()
+
+    def _recover(self) -> None:
+        """Until what the one engine stores anew is found by the other."""
+        for _ in range(TRIES):
+            self._one.run(PROMPTS)
+            self.seen["then"] = self._two.run(PROMPTS)
+            if cached(self.seen["then"]) == ALL_TOKENS:
+                return
+
+
+@functools.cache
+def _story() -> Story | str:
+    """Told once; also when it fails, which takes as long."""
+    folder = Path(tempfile.mkdtemp(prefix="kvstow-mooncake-"))
+    try:
+        told = Story(folder)
+    except Exception as error:
+        return f"{error!r}; logs are in {folder}"
+    shutil.rmtree(folder)
+    return told
+
+
+def story() -> Story:
+    told = _story()
+    if isinstance(told, str):
+        pytest.fail(told)
+    return told
+
+
+def test_what_one_engine_stored_another_hits_and_says_the_same() -> None:
+    told = story()
+    assert cached(told.seen["cold"]) == 0
+    assert cached(told.seen["shared"]) == ALL_TOKENS
+    assert counted(told.seen["shared"], "loaded_chunks", "mooncake") == len(PROMPTS) * CHUNKS
+    assert tokens(told.seen["shared"]) == tokens(told.seen["cold"])
+
+
+@pytest.mark.parametrize("act", ["killed", "killed, still", "restarted", "then"])
+def test_f4_whatever_the_master_does_the_output_stays(act: str) -> None:
+    assert tokens(story().seen[act]) == tokens(story().seen["cold"])
+
+
+def test_k1_without_a_master_it_is_bypassed_and_used_again_when_there_is_one() -> None:
+    told = story()
+    assert cached(told.seen["killed, still"]) < ALL_TOKENS
+    assert "Tier mooncake is bypassed: its calls fail" in told.log
+    assert "Tier mooncake is in use again" in told.log
+    assert cached(told.seen["then"]) == ALL_TOKENS
