@@ -7,24 +7,20 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
 from kvstow.store.base import MISSING, Done
-from kvstow.store.objects.options import Bucket, ObjectsOptions, parse_url
+from kvstow.store.objects.options import Bucket, ObjectsOptions
 from kvstow.testing.object_server import ObjectServer, Reply, Request
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
-from tests.store.objects_rig import BUCKET, PART_BYTES, Moto, as_user, open_store
+from tests.store.objects_rig import BUCKET, PART_BYTES, as_user, open_store
 
 pytest.importorskip("obstore", reason="obstore isn't installed: pip install 'kvstow[objects]'")
 
-import obstore
-
-from kvstow.store.objects.line import HEAD_BYTES, AskClient
+from kvstow.store.objects.line import HEAD_BYTES
 from kvstow.store.objects.plain import goes_plain
 
 URL = f"s3://{BUCKET}/p"
@@ -117,25 +113,6 @@ def test_values_come_by_signed_urls_on_few_connections(
     assert all(signed(request) for request in server.requests)
     assert {len(request.headers["range"]) > 0 for request in server.requests} == {True}
     assert len(store._plain._idle) == 4  # a large value's parts
-
-
-def test_an_independent_s3_serves_signed_urls_their_ranges_and_conditions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moto = Moto(tmp_path)
-    store = open_store(URL, endpoint=moto.url, timeout_s=PATIENT_S)
-    try:
-        write_one(store, make_key(1), value_of(1, LARGE))
-        only_plainly(store, monkeypatch)
-        assert read_one(store, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
-        url = obstore.sign(store._client, "GET", parse_url(URL).path_of(make_key(1)), timedelta(minutes=1))
-        with store._plain._line() as line:
-            line.ask(url, memoryview(bytearray(LARGE)), PART_BYTES, PART_BYTES, '"another"')
-            with pytest.raises(AskClient, match="status 412"):
-                line.head()
-    finally:
-        store.close()
-        moto.kill()
 
 
 def test_by_ip_version_6(monkeypatch: pytest.MonkeyPatch) -> None:
