@@ -87,18 +87,13 @@ class CudaDevice:
         self._slow_stream: Stream | None = None
         self._pool: torch.Tensor | None = None
         self._shard = 0
-        self._pinned_bytes = 0  # the pool is pinned up to here
+        self.pinned_bytes = 0  # the pool is pinned up to here
         self._pinned: list[int] = []
         self.pin_error: str | None = None
         self._flights: dict[int, _Flight] = {}
         self._ended: list[Finished] = []
         self._broken: str | None = None
         self._closed = False
-
-    @property
-    def pinned_bytes(self) -> int:
-        """How much of the pool is pinned so far."""
-        return self._pinned_bytes
 
     def attach(
         self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
@@ -127,9 +122,9 @@ class CudaDevice:
     def _pin_next(self) -> None:
         """Pin the next piece in the background; its end starts the one after."""
         pool = self._pool
-        if pool is None or self._closed or self.pin_error or self._pinned_bytes >= pool.numel():
+        if pool is None or self._closed or self.pin_error or self.pinned_bytes >= pool.numel():
             return
-        begin = self._pinned_bytes
+        begin = self.pinned_bytes
         length = min(self._piece_bytes, pool.numel() - begin)
         address = pool.data_ptr() + begin
 
@@ -138,7 +133,7 @@ class CudaDevice:
                 self.pin_error = f"pinned {begin} of {pool.numel()} bytes of the host pool, then: {error}"
                 return
             self._pinned.append(address)
-            self._pinned_bytes = begin + length
+            self.pinned_bytes = begin + length
             self._pin_next()
 
         self._executor.submit(lambda: self._gpu.pin(address, length), pinned)
@@ -148,7 +143,7 @@ class CudaDevice:
             with suppress(RuntimeError):  # the GPU is gone: the process's end unpins
                 self._gpu.unpin(address)
         self._pinned.clear()
-        self._pinned_bytes = 0
+        self.pinned_bytes = 0
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +168,7 @@ class CudaDevice:
         try:
             ready = self._gpu.record(self._gpu.compute_stream())
             after = [ready, *(other.event for other in others if other.event is not None)]
-            if flight.segments.host_end <= self._pinned_bytes and all(other.event is not None for other in others):
+            if flight.segments.host_end <= self.pinned_bytes and all(other.event is not None for other in others):
                 self._enqueue(flight, after)
             else:
                 self._hand_over(flight, after)

@@ -84,20 +84,17 @@ class DirectDevice:
         self._start(ticket, transfers, load=True)
 
     def _start(self, ticket: int, transfers: Sequence[Transfer], *, load: bool) -> None:
+        if not transfers or any(t.place.kind != "direct" or self._shard >= len(t.place.spans) for t in transfers):
+            why = f"no extent of shard {self._shard}" if transfers else None
+            self._refused.append(Finished(ticket, tuple(range(len(transfers))), why, 0, 0.0))
+            return
         items: list[tuple[Transfer, Extent]] = []
         for one in transfers:
-            if one.place.kind != "direct" or self._shard >= len(one.place.spans):
-                everything = tuple(range(len(transfers)))
-                self._refused.append(Finished(ticket, everything, f"no extent of shard {self._shard}", 0, 0.0))
-                return
             # The caller's lists of block ids grow while the copy waits its turn.
             item = Transfer(one.place, tuple(one.block_ids), one.first_block, one.group)
             span = one.place.spans[self._shard]
             items.append((item, Extent(span.offset, span.length, one.place.tag)))
-        if items:
-            self._pipeline.submit(ticket, items, load=load)
-        else:
-            self._refused.append(Finished(ticket, (), None, 0, 0.0))
+        self._pipeline.submit(ticket, items, load=load)
 
     def finished(self) -> list[Finished]:
         """Raises ``CopyError`` for a failed transfer where the user asked for that."""
