@@ -103,6 +103,13 @@ def test_o1_what_is_refused_is_refused_here_too(kvstow: Kvstow, tmp_path: Path) 
     assert "line 1 isn't valid YAML: mapping values are not allowed here. Each key needs a line of its own" in err
 
 
+def test_defaults_are_not_converted_in_silence(kvstow: Kvstow, tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert "# Nothing of LMCache's is set in this shell's LMCACHE_* variables: these" in kvstow("config", "convert")[1]
+    assert f"set in {tmp_path}/empty.yaml: these" in kvstow("config", "convert", f"{tmp_path}/empty.yaml", "--json")[1]
+    assert "Nothing" not in kvstow("config", "convert", env={"LMCACHE_CHUNK_SIZE": "256"})[1]
+
+
 def test_the_reference_page_is_current_and_has_every_key() -> None:
     assert PAGE.read_text() == lmcache_page(), "run: kvstow reference lmcache > docs/reference/lmcache.md"
     for name in (*KEYS, *EXTRA_KEYS, *EXTRA_MAPPED):

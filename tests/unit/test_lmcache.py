@@ -452,6 +452,15 @@ def test_secrets_are_in_no_note_and_no_error(tmp_path: Path) -> None:
     assert "hunter2" not in said(effective) + effective.one_line()
     for keys in ({"extra_config": '{"a": hunter2}'}, {"remote_url": "xyz://u:hunter2@h"}):
         assert "hunter2" not in refused(**keys)
+    url = "redis://u:hunter2@h"
+    for name in (*KEYS, url):
+        for value in (url, {"password": "hunter2"}, [url]):
+            try:
+                effective = parse_lmcache({}, {f"lmcache.{name}": value}, workers=1)
+                shown = said(effective) + effective.one_line()
+            except SettingsError as error:
+                shown = str(error)
+            assert "hunter2" not in shown, (name, value)
 
 
 # --- errors of the engine's own checks say where the number is from -----------------------------------------------

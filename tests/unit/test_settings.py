@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from typing import Annotated, Any
@@ -33,7 +34,7 @@ from kvstow.settings.machine import Holder, tightest_memory
 from kvstow.settings.machine import Memory as HostMemory
 from kvstow.settings.schema import Leaf
 from kvstow.settings.sections.fetch import Fetch
-from kvstow.settings.sections.kinds import SECRET
+from kvstow.settings.sections.kinds import OPTIONS, SECRET
 from kvstow.settings.sources import CONFIG_FILE, EXTRA_CONFIG, Effective, value_of
 from kvstow.settings.values import Options
 from kvstow.settings.yamlfile import parse_yaml
@@ -260,9 +261,10 @@ def test_o1_unknown_variable_names_the_nearest() -> None:
     assert "did you mean KVSTOW_CONFIG_FILE?" in refused(env={"KVSTOW_CONFIG": "f"})
 
 
-def test_o1_nothing_near_lists_what_is_valid() -> None:
-    message = refused(extra={"zzz": 1})
-    assert all(key in message for key in KNOWN)
+def test_o1_where_nothing_is_near_the_list_is_named() -> None:
+    said = "; nothing is named like it: `kvstow reference settings` lists all"
+    assert refused(extra={"zzz": 1}) == f"unknown setting zzz in {EXTRA_CONFIG}{said}"
+    assert refused(env={"KVSTOW_QQQQ": "1"}) == f"unknown variable KVSTOW_QQQQ{said}"
 
 
 @pytest.mark.parametrize(
@@ -343,10 +345,33 @@ def test_o1_an_unreadable_file_is_named_with_its_variable(tmp_path: Any) -> None
     assert "larger than" in refused(str(huge))
 
 
-def test_yaml_errors_do_not_quote_the_file(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "content",
+    ["url: redis://:hunter2@h: [", "redis.url: *hunter2", "redis.url: !hunter2 x", "a: !hunter2!x y", "%hunter2",
+     "redis.url: \"\\qhunter2\"", "redis.url: !!int hunter2", "'redis://:hunter2@h': 1", "{redis: {':hunter2@h': 1}}",
+     "redis://:hunter2@h: 1\nredis://:hunter2@h: 1"],
+)  # fmt: skip
+def test_errors_of_a_file_do_not_quote_what_may_be_a_password(content: str, tmp_path: Any) -> None:
     file = tmp_path / "kv.yaml"
-    file.write_text("url: redis://:hunter2@h: [\n")
+    file.write_text(f"{content}\n")
     assert "hunter2" not in refused(str(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"memory: {size: \xe9}", "it is no text in UTF-8"), (b"[" * 9999, "it is nested too deeply"),
+     (b"{\n\t'memory': {}}", ", line 2 isn't valid YAML: found character '\\t' that cannot start any token. Indent")],
+)  # fmt: skip
+def test_o1_what_is_wrong_with_a_file_is_said(content: bytes, said: str, tmp_path: Any) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_bytes(content)
+    assert said in refused(str(file))
+
+
+def test_a_settings_file_that_is_a_pipe_is_not_waited_for(tmp_path: Any) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert f"{tmp_path}/pipe is a pipe: give a file" in refused(str(tmp_path / "pipe"))
+    assert parse("/dev/null", {}).settings == Settings()
 
 
 def test_recursive_yaml_is_refused_not_followed() -> None:
@@ -432,6 +457,18 @@ def test_secrets_are_masked(url: str, shown: str) -> None:
     assert secret.reveal() == url
     if "://" in url:
         assert redact_url(url) == shown
+
+
+@pytest.mark.parametrize("key", [leaf.key for leaf in leaves() if leaf.kind != OPTIONS])
+def test_a_password_in_the_wrong_place_does_not_show_either(key: str) -> None:
+    url = "redis://u:hunter2@h:1/0"
+    for value in (url, [url], {"password": "hunter2"}, {url: 1}, "u:hunter2@h", "x" * 50 + url, f'{{"a": "{url}"}}'):
+        try:
+            effective = parse(None, {}, {key: value})
+            shown = effective.one_line() + str(effective.describe())
+        except SettingsError as error:
+            shown = str(error)
+        assert "hunter2" not in shown, value
 
 
 def test_a_secret_setting_never_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,7 +650,7 @@ def test_a_disk_tier_holds_some_chunks_in_each_directory() -> None:
         check_disk(parse(None, {}, {"disk": {"paths": ["/a", "/b"], "size": least - 1}}).settings, frame)
 
 
-@pytest.mark.parametrize("wrong", ["relative", "/a,", "/a,/a", ["/a", 3], 7, [""], "/a,./b"])
+@pytest.mark.parametrize("wrong", ["relative", "/a,", "/a,/a", "/a,/a/", "/a,/b/../a", ["/a", 3], 7, [""], "/a,./b"])
 def test_wrong_paths_are_refused(wrong: object) -> None:
     with pytest.raises(SettingsError, match=r"disk\.paths"):
         parse(None, {}, {"disk.paths": wrong})

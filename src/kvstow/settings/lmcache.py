@@ -14,7 +14,7 @@ from typing import Any, Final
 from kvstow.errors import SettingsError
 from kvstow.settings.lmcache_keys import ALIASES, CONNECTOR_KEYS, KEYS, OTHER_VARIABLES
 from kvstow.settings.lmcache_values import Given, Translation, translate
-from kvstow.settings.sources import EXTRA_CONFIG, Effective, Note, nearest, of_kubernetes, parse
+from kvstow.settings.sources import EXTRA_CONFIG, Effective, Note, nearest, of_kubernetes, parse, shown_name
 from kvstow.settings.yamlfile import read_yaml
 
 PREFIX: Final = "LMCACHE_"
@@ -36,6 +36,9 @@ def lmcache_variables() -> list[str]:
 def convert_lmcache(file: str | None, *, workers: int) -> Translation:
     """What ``file`` says; without it the variables of this process, and the file that they name."""
     given, notes = gather({} if file else os.environ, {}, file=file)
+    if not given:
+        where = file or f"this shell's {PREFIX}* variables"
+        notes.append(Note(True, f"Nothing of LMCache's is set in {where}: these are its defaults"))
     entries, more = translate(given, workers)
     return Translation(entries, notes + more)
 
@@ -69,15 +72,16 @@ def gather(
             if name in KEYS:
                 given[name] = Given(value, source)
             else:
-                near = nearest(written, KEYS, all_valid=False)
-                notes.append(Note(True, f"{source} is not a key of LMCache's and is ignored; {near}"))
+                said = f"{source} is not a key of LMCache's and is ignored; {nearest(written, KEYS)}"
+                notes.append(Note(True, said))
 
     named_by = ""
     if file is None and env.get(CONFIG_FILE, "").strip():
         file, named_by = env[CONFIG_FILE], f" (named by {CONFIG_FILE})"
     if file is not None:
-        take((str(key), value, f"{key} in {file}") for key, value in read_yaml(file, named_by).items())
-    found: list[tuple[str, object, str]] = []
+        found = read_yaml(file, named_by).items()
+        take((str(key), value, f"{shown_name(str(key))} in {file}") for key, value in found)
+    variables: list[tuple[str, object, str]] = []
     if env.get(FORCE_SKIP_SAVE, "").strip():
         raise SettingsError(f"{FORCE_SKIP_SAVE} can't be served: to store nothing set kv_role to kv_consumer")
     known = (CONFIG_FILE, FORCE_SKIP_SAVE)
@@ -85,12 +89,12 @@ def gather(
         if variable in OTHER_VARIABLES:
             notes.append(Note(False, f"{variable} is ignored: {OTHER_VARIABLES[variable]}"))
         elif not of_kubernetes(variable, env[variable]):
-            found.append((variable.removeprefix(PREFIX).lower(), _unquoted(env[variable]), variable))
-    take(found)
+            variables.append((variable.removeprefix(PREFIX).lower(), _unquoted(env[variable]), shown_name(variable)))
+    take(variables)
     named = [key for key in extra if key in CONNECTOR_KEYS]
     notes += [Note(False, f"{key} in {EXTRA_CONFIG} is ignored: {CONNECTOR_KEYS[key]}") for key in named]
     take(
-        (key.removeprefix(OVERRIDE), value, f"{key} in {EXTRA_CONFIG}")
+        (key.removeprefix(OVERRIDE), value, f"{shown_name(key)} in {EXTRA_CONFIG}")
         for key, value in extra.items()
         if key not in CONNECTOR_KEYS
     )

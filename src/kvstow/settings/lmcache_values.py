@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from kvstow.errors import SettingsError
 from kvstow.settings.lmcache_keys import EXTRA_KEYS, EXTRA_MAPPED, KEYS, REMOTE_SCHEMES, Fate
-from kvstow.settings.sources import Note, nearest, shown
+from kvstow.settings.sources import Note, nearest, shown, shown_name
 from kvstow.settings.values import MASK, format_size, redact_url
 
 GIB: Final = 1 << 30  # LMCache calls it GB
@@ -198,7 +198,8 @@ class _Translator:
                 self._rds()
                 continue
             if (module is None) != (factory is None):
-                raise SettingsError(f"storage plug-in {name}: extra_config needs {start}module_path and class_name")
+                near = f"storage_plugin.{shown_name(name)}."
+                raise SettingsError(f"LMCache's storage_plugins: extra_config needs {near}module_path and class_name")
             stores.append(f"{name}={module}:{factory}" if module else name)
             if own:
                 options[name] = own
@@ -387,11 +388,11 @@ class _Translator:
             if name in self._used:
                 continue
             key = EXTRA_KEYS.get(name)
-            source = f"{name} in {self._source('extra_config')}"
+            source = f"{shown_name(name)} in {self._source('extra_config')}"
             if name in EXTRA_MAPPED or name.startswith(("storage_plugin.", "remote_storage_plugin.")):
                 self._say(f"{source}: ignored. No tier that it belongs to is asked for", warns=True)
             elif key is None:
-                near = nearest(name, [*EXTRA_KEYS, *EXTRA_MAPPED], all_valid=False)
+                near = nearest(name, [*EXTRA_KEYS, *EXTRA_MAPPED])
                 self._say(f"{source} is unknown and is ignored; {near}", warns=True)
             elif key.fate is Fate.REFUSED and not _is_off(self._extra[name]):
                 raise SettingsError(f"LMCache's {source} can't be served: {key.why}. Remove it")

@@ -22,7 +22,7 @@ from kvstow.settings.sections.mooncake import Mooncake
 from kvstow.settings.sections.objects import Objects
 from kvstow.settings.sections.plugins import Plugins
 from kvstow.settings.sections.redis import Redis
-from kvstow.settings.values import Secret, format_size, parse_names, parse_options, parse_paths, parse_size
+from kvstow.settings.values import Secret, format_size, masked, parse_names, parse_options, parse_paths, parse_size
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,8 +105,8 @@ class Leaf(NamedTuple):
         if self.kind == SIZE:
             return format_size(value)
         if self.kind in (PATHS, NAMES):
-            return ",".join(value)
-        return str(value).lower() if isinstance(value, bool) else str(value)
+            return ",".join(map(masked, value))
+        return str(value).lower() if isinstance(value, bool) else masked(str(value))
 
     def parse(self, raw: object, *, from_text: bool) -> Any:
         """The checked value of ``raw``. With ``from_text`` text stands for any type, ``null`` for none.

@@ -19,7 +19,7 @@ import msgspec
 from kvstow.errors import SettingsError
 from kvstow.settings.schema import Leaf, Settings, leaves
 from kvstow.settings.sections.kinds import OPTIONS, SECRET
-from kvstow.settings.values import Secret
+from kvstow.settings.values import Secret, masked
 from kvstow.settings.yamlfile import read_yaml
 
 PREFIX: Final = "KVSTOW_"
@@ -27,6 +27,7 @@ CONFIG_FILE: Final = "KVSTOW_CONFIG_FILE"
 EXTRA_CONFIG: Final = "kv_connector_extra_config"
 DEFAULT: Final = "default"
 SHOWN_CHARACTERS: Final = 60  # of a wrong value, in a message
+ALL: Final = "`kvstow reference settings` lists all"
 
 # Kubernetes gives every pod of a namespace variables named after its services; one called kvstow must not stop it.
 _KUBERNETES: Final = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_\w+)?|.*_PORT_\d+_(TCP|UDP|SCTP)(_[A-Z]+)?")
@@ -64,8 +65,11 @@ class Effective:
 
     def _row(self, leaf: Leaf) -> Row:
         value = value_of(self.settings, leaf)
-        plain = str(value) if isinstance(value, Secret) else value
-        return Row(leaf.key, plain, leaf.show(value), self.sources[leaf.key])
+        shown = leaf.show(value)
+        plain = shown if isinstance(value, Secret | str) else value
+        if isinstance(value, tuple):
+            plain = tuple(map(masked, value))
+        return Row(leaf.key, plain, shown, self.sources[leaf.key])
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -153,13 +157,14 @@ def _checked(leaf: Leaf, raw: object, source: str, *, from_text: bool) -> Any:
 
 
 def shown(raw: object) -> str:
-    """A wrong value, for a message. Of aliases of aliases, in YAML, the text may be endless."""
-    if isinstance(raw, str):
-        return repr(raw[:SHOWN_CHARACTERS])
+    """A wrong value, for a message: nothing of a mapping or of a URL in a list, where passwords may be. Of aliases of
+    aliases, in YAML, the text may be endless."""
     try:
-        return repr(reprlib.repr(raw)[:SHOWN_CHARACTERS])
+        text = masked(raw) if isinstance(raw, str) else reprlib.repr(raw)
     except ValueError:  # an integer of thousands of digits
         return f"a huge {type(raw).__name__}"
+    hidden = "{" in text or (not isinstance(raw, str) and ("://" in text or masked(text) != text))
+    return f"a {type(raw).__name__}" if hidden else repr(text[:SHOWN_CHARACTERS])
 
 
 def _build(known: Iterable[Leaf], values: Mapping[str, Any]) -> Settings:
@@ -181,13 +186,13 @@ def _flat(mapping: Mapping[Any, Any], source: str, known: Mapping[str, Leaf]) ->
             for inner, inner_value in value.items():
                 yield _known(f"{key}.{inner}", known, source), source, inner_value
         elif value is not None:
-            keys = ", ".join(k for k in known if k.startswith(f"{key}."))
-            raise SettingsError(f"{key} in {source} is a section, not a value; it has {keys}")
+            names = ", ".join(leaf.name for leaf in known.values() if leaf.section == key)
+            raise SettingsError(f"{key} in {source} is a section, not a value; it has {names}")
 
 
 def _known(key: str, known: Mapping[str, Leaf], source: str) -> str:
     if key not in known:
-        raise SettingsError(f"unknown setting {key} in {source}; {nearest(key, known)}")
+        raise SettingsError(f"unknown setting {shown_name(key)} in {source}; {nearest(key, known, ALL)}")
     return key
 
 
@@ -201,7 +206,8 @@ def _variables(env: Mapping[str, str], known: Mapping[str, Leaf]) -> Iterator[tu
                 raise SettingsError(f"{name} is set but empty: unset it, or give it a value")
             yield by_variable[name], name, env[name]
         elif not of_kubernetes(name, env[name]):
-            raise SettingsError(f"unknown variable {name}; {nearest(name, [*by_variable, CONFIG_FILE])}")
+            near = nearest(name, [*by_variable, CONFIG_FILE], ALL)
+            raise SettingsError(f"unknown variable {shown_name(name)}; {near}")
 
 
 def of_kubernetes(name: str, value: str) -> bool:
@@ -211,13 +217,15 @@ def of_kubernetes(name: str, value: str) -> bool:
     return name.endswith("_PORT") and _KUBERNETES_PORT.fullmatch(value) is not None
 
 
-def nearest(name: str, valid: Iterable[str], *, all_valid: bool = True) -> str:
-    """``did you mean …``: by spelling, the separators not counting; else every valid name, or where there are many
-    nothing much."""
+def shown_name(name: str) -> str:
+    """A key as it was written, for a message."""
+    return masked(name)[:SHOWN_CHARACTERS]
+
+
+def nearest(name: str, valid: Iterable[str], otherwise: str = "") -> str:
+    """``did you mean …``: by spelling, the separators not counting; else that nothing is like it, and ``otherwise``."""
     plain = {re.sub(r"[^a-z0-9]", "", v.lower()): v for v in valid}
     near = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), plain, n=1, cutoff=0.6)
     if near:
         return f"did you mean {plain[near[0]]}?"
-    if not all_valid:
-        return "nothing is named like it"
-    return "valid are " + ", ".join(plain.values())
+    return f"nothing is named like it{otherwise and ': '}{otherwise}"

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from posixpath import normpath
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ MASK: Final = "****"
 
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(?:([kmgtp]?)(i?)b?)\s*", re.IGNORECASE | re.ASCII)
+_USER_INFO: Final = re.compile(r":.*@", re.DOTALL)  # as in user:password@host
 _SECRET_PARAMETER: Final = re.compile(r"((?:password|passwd|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
@@ -57,7 +59,7 @@ def parse_paths(value: object) -> tuple[str, ...]:
     paths = tuple(part.strip() for part in parts)
     if not all(path.startswith("/") for path in paths):
         raise ValueError("expected absolute paths")
-    if len(set(paths)) < len(paths):
+    if len({normpath(path) for path in paths}) < len(paths):
         raise ValueError("expected each path once")
     return paths
 
@@ -117,6 +119,14 @@ def parse_options(value: object) -> Options:
     if not isinstance(parsed, Mapping) or not all(isinstance(inner, Mapping) for inner in parsed.values()):
         raise ValueError("expected options under each name, as in {sqlite: {path: /mnt/chunks.db}}; in text, as JSON")
     return Options(text)
+
+
+def masked(text: str) -> str:
+    """``text`` as it may be shown, wherever it was written: a URL as by ``redact_url``, and nothing of what is like
+    ``user:password@host``."""
+    if "://" in text:
+        return redact_url(text)
+    return MASK if _USER_INFO.search(text) else text
 
 
 def redact_url(url: str) -> str:

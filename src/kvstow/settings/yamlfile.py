@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstow.errors import SettingsError
+from kvstow.settings.values import masked
 
 if TYPE_CHECKING:
     from yaml import Node
 
 MAX_FILE_BYTES: Final = 1 << 20
-HINTS: Final = {"mapping values are not allowed here": ". Each key needs a line of its own"}
+HINTS: Final = {
+    "mapping values are not allowed here": ". Each key needs a line of its own",
+    "found character '\\t' that cannot start any token": ". Indent with spaces",
+}
+_QUOTES: Final = re.compile(r"(alias|anchor|tag|handle) .*", re.DOTALL)  # and then what was written, a password perhaps
+_SAID: Final = {"ReaderError": "it is no text in UTF-8", "RecursionError": "it is nested too deeply"}
 
 
 def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
@@ -20,13 +29,16 @@ def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
     Raises ``SettingsError`` naming the path when it can't be read, isn't YAML, isn't a mapping, or gives a key
     twice. Tags that build objects are refused, as ``yaml.safe_load`` does.
     """
+    shown = f"the settings file {masked(path)}{named_by}"
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):  # it might never end
+                raise SettingsError(f"{shown} is a pipe: give a file")
+            content = file.read(MAX_FILE_BYTES + 1) or b""
     except OSError as error:
-        raise SettingsError(f"cannot read the settings file {path}{named_by}: {error.strerror}") from error
+        raise SettingsError(f"cannot read {shown}: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:
-        raise SettingsError(f"the settings file {path}{named_by} is larger than {MAX_FILE_BYTES} bytes")
+        raise SettingsError(f"{shown} is larger than {MAX_FILE_BYTES} bytes")
     parsed = parse_yaml(content, path)
     if parsed is None:
         return {}
@@ -48,12 +60,14 @@ def parse_yaml(content: bytes, path: str) -> Any:
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        hint = HINTS.get(error.problem or "", "")
-        raise SettingsError(f"the settings file {path}{line} isn't valid YAML: {error.problem}{hint}") from None
+        problem = _QUOTES.sub(r"\1", error.problem or "")
+        problem += HINTS.get(problem, "")
+        raise SettingsError(f"the settings file {path}{line} isn't valid YAML: {problem}") from None
     except SettingsError:
         raise  # a ValueError too
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError, KeyError) as error:  # the last two: a tag
-        raise SettingsError(f"the settings file {path} isn't valid YAML: {type(error).__name__}") from None
+        kind = type(error).__name__
+        raise SettingsError(f"the settings file {path} isn't valid YAML: {_SAID.get(kind, kind)}") from None
 
 
 def _refuse_duplicates(node: Node, path: str, seen: set[int]) -> None:
@@ -67,5 +81,5 @@ def _refuse_duplicates(node: Node, path: str, seen: set[int]) -> None:
         if isinstance(item, tuple) and isinstance(item[0].value, str):
             if item[0].value in keys:
                 line = item[0].start_mark.line + 1
-                raise SettingsError(f"setting {item[0].value} is given twice in {path}, line {line}")
+                raise SettingsError(f"setting {masked(item[0].value)} is given twice in {path}, line {line}")
             keys.add(item[0].value)

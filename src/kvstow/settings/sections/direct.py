@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName
+from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName, Threads
 
 FILE_STAGING_BYTES: Final = 256 << 20  # a rank: what moves between two steps of the engine, of 50 ms and more
 RDS_STAGING_BYTES: Final = 2048 << 20  # a rank: rds_buffer_size of the RBLN documentation
@@ -69,6 +69,4 @@ class Direct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "lost. Without it only empty files and kvstow's own are used."
         ),
     ] = False
-    threads: Annotated[
-        int, Meta(ge=1, le=64, description="Chunks that a rank reads or writes at the same time, with `file`.")
-    ] = 4
+    threads: Threads = 4

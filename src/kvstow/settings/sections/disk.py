@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from kvstow.settings.sections.codec import RAW, Codec
-from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName
+from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName, Threads
 
 DEFAULT_MIN_FREE_BYTES: Final = 1_000_000_000
 DEFAULT_SCRUB_BYTES_S: Final = 10_000_000  # a terabyte in 28 hours
@@ -64,6 +64,4 @@ class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = DEFAULT_SCRUB_BYTES_S
     codec: Codec = RAW
-    threads: Annotated[
-        int, Meta(ge=1, le=64, description="Chunks that are read or written at the same time.")
-    ] = 4
+    threads: Threads = 4

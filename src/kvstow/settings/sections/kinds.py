@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
+
+from msgspec import Meta
 
 SIZE: Final = "size"
 SECRET: Final = "secret"
@@ -11,3 +13,9 @@ NAMES: Final = "names"
 OPTIONS: Final = "options"
 
 PolicyName = Literal["lru", "s3fifo"]  # of kvstow.build.POLICIES
+
+Threads: TypeAlias = Annotated[
+    int,
+    Meta(ge=1, le=64, description="Reads and writes at the same time (direct storage: of each rank), each on a "
+         "connection of its own where a server is asked."),
+]

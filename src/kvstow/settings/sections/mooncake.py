@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from kvstow.settings.sections.codec import RAW, Codec
-from kvstow.settings.sections.kinds import SIZE
+from kvstow.settings.sections.kinds import SIZE, Threads
 
 DEFAULT_BUFFER_BYTES: Final = 64 << 20
 
@@ -60,6 +60,4 @@ class Mooncake(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, Meta(ge=1000, le=120_000, description="The longest that starting the client may take.")
     ] = 10_000
     codec: Codec = RAW
-    threads: Annotated[
-        int, Meta(ge=1, le=64, description="Batches of chunks that are read or written at the same time.")
-    ] = 4
+    threads: Threads = 4

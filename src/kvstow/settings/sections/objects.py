@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from kvstow.settings.sections.codec import RAW, Codec
-from kvstow.settings.sections.kinds import SIZE
+from kvstow.settings.sections.kinds import SIZE, Threads
 
 DEFAULT_PART_BYTES: Final = 8 << 20
 
@@ -74,6 +74,4 @@ class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, Meta(ge=0, le=10, description="How often a request that failed is tried again before the call fails.")
     ] = 2
     codec: Codec = RAW
-    threads: Annotated[
-        int, Meta(ge=1, le=64, description="Chunks that are read or written at the same time.")
-    ] = 16
+    threads: Threads = 16

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.kinds import NAMES, OPTIONS
+from kvstow.settings.sections.kinds import NAMES, OPTIONS, Threads
 from kvstow.settings.values import Options
 
 
@@ -30,6 +30,4 @@ class Plugins(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "variable it is JSON. It may hold secrets and is never shown.",
         ),
     ] = None
-    threads: Annotated[
-        int, Meta(ge=1, le=64, description="Calls of each such store that run at the same time.")
-    ] = 4
+    threads: Threads = 4

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from kvstow.settings.sections.codec import RAW, Codec
-from kvstow.settings.sections.kinds import SECRET, SIZE
+from kvstow.settings.sections.kinds import SECRET, SIZE, Threads
 from kvstow.settings.values import Secret
 
 DEFAULT_PART_BYTES: Final = 16 << 20
@@ -77,6 +77,4 @@ class Redis(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, Meta(ge=1, le=60_000, description="The longest that connecting to a server may take.")
     ] = 1000
     codec: Codec = RAW
-    threads: Annotated[
-        int, Meta(ge=1, le=64, description="Connections, each moving chunks at the same time as the others.")
-    ] = 4
+    threads: Threads = 4
