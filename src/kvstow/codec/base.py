@@ -64,13 +64,19 @@ class Codec(Protocol):
 
 def segments(shape: KVShape) -> Iterator[range]:
     """Runs of layers that are entropy-coded together."""
-    step = max(1, SEGMENT_BYTES // shape.layer_numbers)
+    step = _segment_layers(shape)
     for first in range(0, shape.layers, step):
         yield range(first, min(first + step, shape.layers))
 
 
 def count_segments(shape: KVShape) -> int:
-    return -(-shape.layers // max(1, SEGMENT_BYTES // shape.layer_numbers))
+    return -(-shape.layers // _segment_layers(shape))
+
+
+def _segment_layers(shape: KVShape) -> int:
+    """Of all segments but the last; even, where it can be, for those who halve them."""
+    layers = SEGMENT_BYTES // shape.layer_numbers
+    return max(1, layers - layers % 2)
 
 
 def segment_numbers(shape: KVShape) -> int:

@@ -32,6 +32,7 @@ SINK: Final = (0.15, 0.1)  # energy of K, of V (or MLA's latent), over the media
 OUTLIER: Final = 6.0  # residual energy over the median: more is kept
 MEAN_PARTS: Final = 8
 _LARGEST: Final = 127.0  # symbol
+_ROUNDED: Final = np.float32(3 << 22)  # added to a float32, it leaves the nearest integer in the lowest bits
 _LARGEST_MEAN: Final = 32767.0  # in parts of a step
 
 
@@ -105,7 +106,6 @@ class CacheGen:
         per_step = 1 / steps.reshape(layers, *shape.over("k"))
         means = np.rint(mean * (per_step * MEAN_PARTS)).reshape(layers, -1)
         np.multiply(rows, shape.tiled(per_step, "k"), out=rows)
-        np.rint(values, out=values)
         if kept.any():
             tokens[kept] = 0.0
         per_layer = per_step.reshape(layers, -1)
@@ -116,7 +116,8 @@ class CacheGen:
         if highest.any() and (values.max() > _LARGEST or values.min() < -_LARGEST):
             kept |= (np.abs(tokens) > _LARGEST).any(axis=tuple(range(3, tokens.ndim)))
             tokens[kept] = 0.0
-        np.copyto(symbols, values, casting="unsafe")
+        np.add(values, _ROUNDED, out=values)
+        np.copyto(symbols.view(np.uint8), values.view(np.uint32), casting="unsafe")
         return _Side(steps, means.astype(np.int16), kept)
 
     def decode(self, encoded: memoryview, shape: KVShape, out: memoryview) -> None:
@@ -163,7 +164,10 @@ def _tokens(layers: Array, shape: KVShape) -> Array:
 def _energies(layers: Array, shape: KVShape) -> Array:
     """Sum of squares of each token in each plane: [layers, planes, blocks, tokens]."""
     axes = f"lb{shape.order}"
-    energies: Array = np.einsum(f"{axes},{axes}->lkbn", layers, layers)
+    if axes[-1] == "c":  # one sum at a time is faster
+        energies: Array = np.einsum(f"{axes[:-1]}->lkbn", np.einsum("...c,...c->...", layers, layers))
+    else:
+        energies = np.einsum(f"{axes},{axes}->lkbn", layers, layers)
     return energies
 
 

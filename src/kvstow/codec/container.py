@@ -15,8 +15,10 @@ offset length field
 36     16     the codec's parameters, zero-padded
 52     4      streams
 56     8      raw length
-64     4 each lengths of the streams, which follow back to back
+64     4 each lengths of the streams, which follow
 ====== ====== ==========================================================
+
+Each stream begins at a multiple of 8 behind what is before it, so that numpy reads words in place; zeros fill the gaps.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ MAX_PARAMETER_BYTES: Final = 16
 _HEAD: Final = struct.Struct("<4sHBB4s6I16sIQ")
 _MAGIC: Final = b"KVC1"
 _LENGTH: Final = struct.Struct("<I")
+_ALIGN: Final = 8  # bytes
 
 
 class Kind(NamedTuple):
@@ -46,8 +49,12 @@ class Kind(NamedTuple):
 
 
 def overhead(streams: int) -> int:
-    """Bytes of header and table."""
-    return _HEAD.size + streams * _LENGTH.size
+    """Bytes of header, table and gaps, at most."""
+    return _HEAD.size + streams * (_LENGTH.size + _ALIGN - 1)
+
+
+def _aligned(at: int) -> int:
+    return -(-at // _ALIGN) * _ALIGN
 
 
 def header(kind: Kind, shape: KVShape, streams: int) -> bytes:
@@ -63,9 +70,8 @@ class Writer:
 
     def __init__(self, out: memoryview, kind: Kind, shape: KVShape, streams: int) -> None:
         self._out = out
-        self._at = overhead(streams)
         self._next = _HEAD.size
-        self._table_end = self._at
+        self._at = self._table_end = _HEAD.size + streams * _LENGTH.size
         out[: _HEAD.size] = header(kind, shape, streams)
 
     def room(self, length: int) -> Array:
@@ -74,17 +80,23 @@ class Writer:
             raise ValueError("more streams than announced")
         _LENGTH.pack_into(self._out, self._next, length)
         self._next += _LENGTH.size
-        self._at += length
-        return np.frombuffer(self._out[self._at - length : self._at], np.uint8)
+        begin = _aligned(self._at)
+        self._out[self._at : begin] = bytes(begin - self._at)
+        self._at = begin + length
+        return np.frombuffer(self._out[begin : self._at], np.uint8)
 
     def add(self, stream: bytes | Array) -> None:
         data = np.frombuffer(stream, np.uint8) if isinstance(stream, bytes) else stream.reshape(-1).view(np.uint8)
         self.room(len(data))[:] = data
 
-    def add_packed(self, packer: Packer, symbols: Array) -> None:
-        """Entropy-coded where that is shorter."""
-        packed = packer.pack(symbols)
-        self.add(symbols if packed is None else packed)
+    def add_packed(self, packer: Packer, symbols: Array, plain: int = 0) -> None:
+        """Entropy-coded where that is shorter, but for the last ``plain``."""
+        packed = packer.pack(symbols[: len(symbols) - plain] if plain else symbols)
+        if packed is None or not plain:
+            self.add(symbols if packed is None else packed)
+            return
+        room = self.room(len(packed) + plain)
+        room[: len(packed)], room[len(packed) :] = np.frombuffer(packed, np.uint8), symbols[-plain:]
 
     def end(self) -> int:
         """Bytes written."""
@@ -97,16 +109,17 @@ class Reader:
     """The streams of an encoded span, in order. Raises ``FrameError`` unless it is one of ``kind`` and ``shape``."""
 
     def __init__(self, encoded: memoryview, kind: Kind, shape: KVShape, streams: int) -> None:
-        at = overhead(streams)
+        at = _HEAD.size + streams * _LENGTH.size
         if len(encoded) < at or encoded[: _HEAD.size] != header(kind, shape, streams):
             raise FrameError("not a span of this codec, its version and parameters, or this KV")
         lengths = struct.unpack_from(f"<{streams}I", encoded, _HEAD.size)
-        if at + sum(lengths) != len(encoded):
-            raise FrameError(f"streams of {sum(lengths)} bytes in a span of {len(encoded)}")
         self._streams: list[memoryview] = []
         for length in lengths:
-            self._streams.append(encoded[at : at + length])
-            at += length
+            begin = _aligned(at)
+            at = begin + length
+            self._streams.append(encoded[begin:at])
+        if at != len(encoded):
+            raise FrameError(f"streams of {sum(lengths)} bytes in a span of {len(encoded)}")
         self._streams.reverse()
 
     def take(self) -> memoryview:

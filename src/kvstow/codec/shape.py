@@ -19,7 +19,7 @@ DTYPES: Final[dict[str, int]] = {  # name to its code in an encoded span; never 
 }
 _WORDS: Final = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16, "float8": np.uint8}
 _UNKNOWN_LAYER_BYTES: Final = 256 << 10
-_ROW: Final = 1024  # numbers
+_ROW: Final = 512  # numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,32 +104,30 @@ class KVShape:
 
     def rows(self, layers: int) -> tuple[int, ...]:
         """The axes of some layers cut like that: layers, blocks, those before ``n``, rows, numbers of a row."""
-        at = self.order.index("n")
-        return (layers, self.blocks, *self.page[:at], self.tokens // self._row_tokens, self._row_tokens * self._inside)
+        before, inside, row_tokens = self._row()
+        return (layers, self.blocks, *before, self.tokens // row_tokens, row_tokens * inside)
 
     def tiled(self, array: Array, letters: str = "khc") -> Array:
         """What broadcasts over ``rows``, from some layers' [layers, *over(letters)]."""
-        at = self.order.index("n")
-        if not set(letters) & set(self.order[at + 1 :]):
-            return array.reshape(len(array), 1, *array.shape[2 : 2 + at], 1, 1)
-        whole = np.broadcast_to(array, (len(array), *self.over("khc")))
-        tiled: Array = np.tile(whole.reshape(len(array), 1, *self.page[:at], 1, self._inside), self._row_tokens)
-        return tiled
+        before, inside, row_tokens = self._row()
+        if not set(letters) & set(self.order[len(before) + 1 :]):
+            return array.reshape(len(array), 1, *array.shape[2 : 2 + len(before)], 1, 1)
+        whole = array if letters == "khc" else np.broadcast_to(array, (len(array), *self.over("khc")))
+        tiled = np.repeat(whole.reshape(len(array), 1, *before, 1, 1, inside), row_tokens, axis=-2)
+        return tiled.reshape(*tiled.shape[:-2], -1)
 
     def sum_tokens(self, rows: Array) -> Array:
         """Of each channel: [layers, *over("khc")], from ``rows``."""
+        _, inside, row_tokens = self._row()
         by_row = np.add.reduce(rows, axis=(1, -2))
-        total: Array = np.add.reduce(by_row.reshape(*by_row.shape[:-1], self._row_tokens, self._inside), axis=-2)
+        total: Array = np.add.reduce(by_row.reshape(*by_row.shape[:-1], row_tokens, inside), axis=-2)
         return total.reshape(len(rows), *self.over("khc"))
 
-    @property
-    def _inside(self) -> int:
-        """Numbers of a token that lie together."""
-        return prod(self.page[self.order.index("n") + 1 :])
-
-    @property
-    def _row_tokens(self) -> int:
-        return gcd(self.tokens, 1 << max(0, (_ROW // self._inside).bit_length() - 1))
+    def _row(self) -> tuple[tuple[int, ...], int, int]:
+        """The axes before ``n``, numbers of a token that lie together, tokens of a row."""
+        page, at = self.page, self.order.index("n")
+        inside = prod(page[at + 1 :])
+        return page[:at], inside, gcd(self.tokens, 1 << max(0, (_ROW // inside).bit_length() - 1))
 
 
 def shape_of(

@@ -64,18 +64,28 @@ def test_wherever_it_is(place: int) -> None:
     assert np.array_equal(decoded(encoded(before)), before)
 
 
+def streams(data: bytearray, count: int) -> list[tuple[int, int]]:
+    """Where they begin, and their lengths."""
+    at, found = 64 + 4 * count, []
+    for i in range(count):
+        (length,) = struct.unpack_from("<I", data, 64 + 4 * i)
+        found.append((-(-at // 8) * 8, length))
+        at = found[-1][0] + length
+    assert at == len(data)
+    return found
+
+
 def test_a_list_that_cannot_be() -> None:
     data = encoded(words(5))
-    lengths = [struct.unpack_from("<I", data, 64 + 4 * i)[0] for i in range(6)]
-    assert lengths[2:4] == [20, 10], "places, numbers"
-    places = 64 + 4 * 6 + sum(lengths[:2])
+    (_, _), (_, _), (places, length), (_, exact_length), *_ = streams(data, 6)
+    assert (length, exact_length) == (20, 20), "couples, both numbers of each"
     for at, value in (
-        (places, struct.pack("<I", NUMBERS)),
+        (places, struct.pack("<I", NUMBERS // 2)),
         (places, struct.pack("<I", 2**32 - 1)),
         (len(data) - 1, b"\2"),  # neither pairs nor none
         (len(data) - 1, b"\0"),  # a list without pairs
-        (64 + 8, struct.pack("<II", 18, 12)),
-        (64 + 8, struct.pack("<II", 24, 6)),
+        (64 + 8, struct.pack("<II", 18, 22)),
+        (64 + 8, struct.pack("<II", 24, 16)),
     ):
         forged = data[:]
         forged[at : at + len(value)] = value
@@ -84,12 +94,49 @@ def test_a_list_that_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("place", [-1, -2, -3])
-def test_the_last_numbers_of_an_uneven_count_are_listed_too(place: int) -> None:
-    """The search goes by eights; what is left over is searched for itself."""
-    shape = KVShape("bfloat16", 1, 1, 1, 1, 257, 2)
-    assert shape.nbytes // 2 % 8 == 2
+def test_the_last_couples_of_an_uneven_count_are_listed_too(place: int) -> None:
+    """The search goes by fours; what is left over is searched for itself."""
+    shape = KVShape("bfloat16", 1, 1, 1, 1, 386, 1)
+    assert shape.nbytes // 4 % 4 == 1
     before = words(0, shape)
     before[place] = 0x7F7F  # near the largest number
     data = encoded(before, shape)
     assert data[-1] == 1
     assert np.array_equal(decoded(data, shape), before)
+
+
+@pytest.mark.parametrize("order", ["khnc", "hknc", "nkhc", "hnkc", "cnkh", "khcn"])
+@pytest.mark.parametrize(("layers", "blocks", "tokens"), [(4, 1, 33), (3, 2, 33), (3, 1, 66)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_channels_of_any_scale_are_paired_whatever_is_halved(
+    dtype: str, order: str, layers: int, blocks: int, tokens: int
+) -> None:
+    """Each channel has another exponent; only what is counted from its own base fits 4 bits."""
+    shape = KVShape(dtype, layers, blocks, 2, 2, tokens, 8, order)
+    generator = np.random.default_rng(1)
+    scales = np.exp2(generator.integers(-60, 60, (layers, *shape.over("khc"))))
+    numbers = generator.uniform(1, 4, (layers, blocks, *shape.page)) * scales
+    before = numbers.astype(np.float32).view(np.uint32)
+    if dtype == "bfloat16":
+        before = (before >> 16).astype(np.uint16)
+    data = encoded(before, shape)
+    assert data[-1] == 1
+    out = bytearray(shape.nbytes)
+    Lossless().decode(memoryview(data), shape, memoryview(out))
+    assert bytes(out) == before.tobytes()
+    assert len(data) < shape.nbytes * (0.72 if dtype == "bfloat16" else 0.9)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_where_no_axis_has_two_halves_bytes_are_coded(dtype: str) -> None:
+    shape = KVShape(dtype, 3, 1, 1, 1, 7, 81)
+    before = np.random.default_rng(1).integers(0, 3, shape.nbytes, np.uint8)
+    data = encoded(before, shape)
+    assert data[-1] == 0
+    assert len(data) < 0.5 * shape.nbytes
+    out = bytearray(shape.nbytes)
+    Lossless().decode(memoryview(data), shape, memoryview(out))
+    assert bytes(out) == before.tobytes()
+    data[-1] = 1
+    with pytest.raises(FrameError):
+        Lossless().decode(memoryview(data), shape, memoryview(out))
