@@ -169,16 +169,14 @@ def test_registration_is_finalised_after_warm_up(worker: Worker) -> None:
     assert worker.moves(worker.built, 5)
 
 
-@pytest.mark.parametrize("hook", ["handshake", "preemptions", "metadata"])
+@pytest.mark.parametrize("hook", ["handshake", "metadata"])
 def test_without_the_hook_the_first_use_finalises(worker: Worker, hook: str) -> None:
-    connector, meta = worker.connector, StepMeta()
+    connector = worker.connector
     connector.register_kv_caches(worker.built.caches)  # type: ignore[arg-type]
     if hook == "handshake":
         assert connector.get_handshake_metadata() is not None
-    elif hook == "preemptions":
-        connector.handle_preemptions(meta)
-    else:  # comes before any load
-        connector.bind_connector_metadata(meta)
+    else:  # a step's: it comes before any transfer
+        connector.bind_connector_metadata(StepMeta())
     assert worker.side.device is worker.device
 
 

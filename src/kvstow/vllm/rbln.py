@@ -64,10 +64,6 @@ class RBLNLMCacheConnectorV1(KVStowConnector):
         self.finalize_kv_cache_registration()
         return super().get_handshake_metadata()
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self.finalize_kv_cache_registration()  # the first hook of a step
-        super().handle_preemptions(kv_connector_metadata)
-
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        self.finalize_kv_cache_registration()
+        self.finalize_kv_cache_registration()  # before anything of a step is transferred
         super().bind_connector_metadata(connector_metadata)
