@@ -132,14 +132,17 @@ class RdsMedia:
         """The payload of the next sampled slot, through the host."""
         if not self._sampled:
             return
-        slot, extent = next(iter(self._sampled.items()))
-        del self._sampled[slot]
-        checksum = self._read(area, extent)
-        if xxh3_128_digest(self._staged[area].payload.get()[: extent.length]) == checksum:
-            self._sampled[slot] = extent
-            return
-        logger.error("RDS scrub: a payload is not what was written to NVMe. It is a miss from now on")
-        self._chunks.pop(slot).close()
+        slot = next(iter(self._sampled))
+        extent = self._sampled[slot] = self._sampled.pop(slot)
+        try:
+            checksum = self._read(area, extent)
+            intact = xxh3_128_digest(self._staged[area].payload.get()[: extent.length]) == checksum
+        except FrameError:
+            intact = False
+        if not intact:
+            del self._sampled[slot]
+            logger.error("RDS scrub: a chunk is not what was written to NVMe. It is a miss from now on")
+            self._chunks.pop(slot).close()
 
     def _read_page(self, chunk: Any, staged: Staged, extent: Extent) -> bytes | None:
         with self._rds.Stream(device=self._device, node_id=0) as stream:
