@@ -1,7 +1,8 @@
 """One of the processes that the crash test kills: reads and writes as fast as it can until then.
 
-``python -m tests.crash.disk_writer PATH SIZE SEED``. It says ``ready`` once its store is open, ``wrong ...`` if a read
-is neither exact nor a miss.
+``python -m tests.crash.disk_writer PATH SIZE SEED [beset | operator]``. It says ``ready`` once its store is open,
+``wrong ...`` if a read is neither exact nor a miss, or a call fails, unless it is ``beset`` by somebody who damages the
+directory. An ``operator`` counts, verifies, clears up and clears instead.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import mmap
 import random
 import sys
 
-from kvstow.errors import StoreUnavailable
+from kvstow.cli.data_directory import DataDirectory
+from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey, Namespace
 from kvstow.policy.lru import LRU
 from kvstow.runtime import SystemClock, ThreadExecutor
@@ -40,7 +42,21 @@ def wrong(store: DiskStore, i: int, buffer: memoryview) -> bool:
     return isinstance(outcome, Done) and (outcome.length != CHUNK or bytes(buffer[:CHUNK]) != value_of(i))
 
 
-def main(path: str, size_bytes: int, seed: int) -> None:
+def operate(path: str, seed: int) -> None:
+    rng = random.Random(seed)
+    print("ready", flush=True)
+    while True:
+        try:
+            directory = DataDirectory(path)
+            directory.usage()
+            directory.remove(lambda _, used_s: rng.random() < 0.2)
+            directory.tidy()
+            directory.close()
+        except (StoreUnavailable, StoreRefused):  # the ledger is gone
+            continue
+
+
+def main(path: str, size_bytes: int, seed: int, *, beset: bool) -> None:
     rng = random.Random(seed)
     store = open_store(path, size_bytes)
     store.start(ThreadExecutor("background"))
@@ -57,13 +73,18 @@ def main(path: str, size_bytes: int, seed: int) -> None:
             elif choice < 0.9:
                 if wrong(store, i, buffers[CHUNK:]):
                     print(f"wrong {i}", flush=True)
-            elif choice < 0.97:
+            elif choice < 0.96:
                 store.delete([key_of(i)])
+            elif choice < 0.97:
+                store.scan()
             else:
                 store.quarantine([key_of(i)])
         except StoreUnavailable as error:
-            print(f"wrong: {error}", flush=True)
+            if not beset:
+                print(f"wrong: {error}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    if sys.argv[4:] == ["operator"]:
+        operate(sys.argv[1], int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), beset=sys.argv[4:] == ["beset"])

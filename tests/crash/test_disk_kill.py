@@ -5,15 +5,18 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.crash.disk_writer import CHUNK, KEYS, open_store, wrong
+from kvstow.store.base import Done
+from tests.crash.disk_writer import CHUNK, KEYS, NAMESPACES, key_of, open_store, value_of, wrong
 from tests.store.disks import on_disk, temporaries
 
 PROCESSES = 4
@@ -21,8 +24,8 @@ SIZE_BYTES = 200 * CHUNK
 ROOT = Path(__file__).parents[2]
 
 
-def start(path: Path, seed: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.crash.disk_writer", str(path), str(SIZE_BYTES), str(seed)]
+def start(path: Path, seed: int, *role: str, size_bytes: int = SIZE_BYTES) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.crash.disk_writer", str(path), str(size_bytes), str(seed), *role]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
 
@@ -94,6 +97,66 @@ def check(path: Path, buffer: memoryview, *, alone: bool) -> int:
         return sum(namespace.chunks for namespace in count.namespaces)
     finally:
         store.close()
+
+
+def damage(path: Path, rng: random.Random) -> None:
+    """What somebody with a shell might do to the directory while it is in use."""
+    with suppress(OSError):
+        match rng.randrange(7):
+            case 0:
+                os.unlink(path / "ledger")
+            case 1:
+                os.truncate(path / "ledger", rng.choice((0, 100, 8192)))
+            case 2:
+                (path / "ledger").write_bytes(rng.randbytes(4096))
+            case 3:
+                shutil.rmtree(path / rng.choice(("tmp", "quarantine", "run")))
+            case 4:
+                shutil.rmtree(path / NAMESPACES[rng.randrange(2)].hex() / f"{rng.randrange(16):x}")
+            case 5:
+                shutil.rmtree(path / NAMESPACES[rng.randrange(2)].hex())
+            case 6:
+                (path / "run" / rng.choice(os.listdir(path / "run"))).unlink()
+
+
+@pytest.mark.timeout(300)
+def test_i7_killed_beside_an_operator_while_somebody_damages_the_directory(tmp_path: Path) -> None:
+    """Two sizes, scans and counts that are killed at any moment, a ledger that goes, directories too: every read is
+    exact or a miss, the larger size holds, and who is left works on."""
+    rng, pause, seed = random.Random(11), threading.Event(), 0
+    buffer = memoryview(mmap.mmap(-1, CHUNK))
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for _ in range(8):
+            operator = start(tmp_path, seed, "operator")
+            new = [operator]
+            while len(running) < PROCESSES:
+                seed += 1
+                new.append(start(tmp_path, seed, "beset", size_bytes=SIZE_BYTES // (1 + seed % 2)))
+                running.append(new[-1])
+            for process in new:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+            for _ in range(6):
+                pause.wait(rng.uniform(0.02, 0.1))
+                damage(tmp_path, rng)
+            dying = [operator, *(running.pop(rng.randrange(len(running))) for _ in range(rng.randrange(1, PROCESSES)))]
+            for process in dying:
+                process.kill()
+            dead = [said(process) for process in dying if process.wait() or True]
+            assert not [line for text in dead for line in text.splitlines() if line.startswith("wrong")]
+            assert stopped_usage(tmp_path, running) <= SIZE_BYTES + PROCESSES * CHUNK
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    check(tmp_path, buffer, alone=True)
+    store = open_store(str(tmp_path), SIZE_BYTES)
+    store.scan()
+    buffer[:] = value_of(1)
+    store.delete([key_of(1)])
+    assert store.write([(key_of(1), [buffer])]) == [Done(CHUNK)]
+    store.close()
 
 
 @pytest.mark.timeout(300)

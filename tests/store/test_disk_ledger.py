@@ -6,7 +6,9 @@ import ctypes
 import errno
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from kvstow.store.disk.ledger import PAGE_BYTES, LedgerGone
 from kvstow.store.disk.mount import attach
 from kvstow.store.disk.store import DiskStore
 from kvstow.testing.store_suite import make_key
-from tests.store.disks import CHUNK, MIB, disk, holds, on_disk, put, temporaries
+from tests.store.disks import CHUNK, MIB, disk, file_of, holds, on_disk, put, temporaries
 
 SIZE = 1024 * MIB  # so that 4 MiB of removals may be unsaid
 
@@ -198,3 +200,40 @@ def test_a_libc_without_renameat2_links(tmp_path: Path, monkeypatch: pytest.Monk
         old.rename_new(root, "b", "b")
     os.close(root)
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize("how", ["read and set aside", "deleted", "evicted"])
+def test_i1_a_file_that_grew_gives_back_no_more_than_it_took(tmp_path: Path, how: str) -> None:
+    """2 GiB and more, of which nothing is on disk: as a damaged filesystem says."""
+    size = 100 * CHUNK
+    store = disk(tmp_path, size_bytes=size)
+    keys = [make_key(i) for i in range(300)]
+    assert all(put(store, keys[i], i) for i in range(50))
+    os.truncate(file_of(tmp_path, keys[0]), (1 << 31) + PAGE_BYTES)
+    if how == "read and set aside":
+        assert not holds(store, keys[0], 0)
+        store.quarantine([keys[0]])
+    elif how == "deleted":
+        store.delete([keys[0]])
+    written = [put(store, keys[i], i) for i in range(50, 300)]
+    assert not file_of(tmp_path, keys[0]).exists()
+    assert all(written)
+    assert on_disk(tmp_path) <= used(store) <= size
+    store.close()
+
+
+@pytest.mark.parametrize("directory", ["tmp", "quarantine", "run", "a namespace", "ledger"])
+def test_i3_what_is_removed_under_a_live_store_is_made_anew(tmp_path: Path, directory: str) -> None:
+    store = disk(tmp_path)
+    assert put(store, make_key(0), 0)
+    path = tmp_path / (bytes(make_key(0).namespace).hex() if directory == "a namespace" else directory)
+    (shutil.rmtree if path.is_dir() else os.unlink)(path)
+    with suppress(StoreUnavailable):
+        put(store, make_key(1), 1)
+    store.tend()
+    assert put(store, make_key(2), 2)
+    store.quarantine([make_key(2)])
+    assert not holds(store, make_key(2), 2)
+    assert put(store, make_key(2), 2)
+    assert on_disk(tmp_path) <= used(store)
+    store.close()

@@ -66,10 +66,13 @@ class Index:
                 else:
                     entry.scan = self._scan
 
-    def drop(self, digest: bytes) -> None:
+    def drop(self, digest: bytes) -> int | None:
+        """Forget a file. Returns the size that it was known with."""
         with self._lock:
-            if self._entries.pop(digest, None) is not None:
-                self._order.remove(digest)
+            if (entry := self._entries.pop(digest, None)) is None:
+                return None
+            self._order.remove(digest)
+            return entry.size
 
     def touch(self, digest: bytes, now_s: float) -> bool:
         """The file was used. True: renew its mtime."""
@@ -83,11 +86,14 @@ class Index:
                 entry.used_s = now_s
             return stale
 
-    def victim(self) -> tuple[bytes, bytes] | None:
-        """Namespace and digest of the file that goes next; it is forgotten here."""
+    def victim(self) -> tuple[bytes, bytes, int] | None:
+        """Namespace, digest and size of the file that goes next; it is forgotten here."""
         with self._lock:
             digest = self._order.victim(_any)
-            return None if digest is None else (self._entries.pop(digest).namespace, digest)
+            if digest is None:
+                return None
+            entry = self._entries.pop(digest)
+            return entry.namespace, digest, entry.size
 
     def begin_scan(self) -> None:
         with self._lock:

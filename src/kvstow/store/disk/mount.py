@@ -83,9 +83,10 @@ class Mount:
         _probe(self.root, f"{names.TMP}/{self.token}-1", self.direct, room_bytes)
 
     def in_place(self) -> bool:
-        """Whether the path still leads to this directory, and our lock is still in it."""
+        """Whether the path still leads to this directory, and what ``attach`` made is still in it."""
+        needed = (names.lock_path(self.token), names.TMP, names.QUARANTINE)
         try:
-            return _identity(os.stat(self.path)) == self.identity and self.kind(names.lock_path(self.token)) is not None
+            return _identity(os.stat(self.path)) == self.identity and None not in map(self.kind, needed)
         except OSError:
             return False
 

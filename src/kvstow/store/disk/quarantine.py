@@ -9,7 +9,7 @@ from typing import Final
 
 from kvstow.store.disk import names
 from kvstow.store.disk.mount import Mount
-from kvstow.store.disk.scan import allocated_bytes, list_directory
+from kvstow.store.disk.scan import BLOCK_BYTES, allocated_bytes, list_directory
 
 MAX_FILES: Final = 32
 SIZE_SHARE: Final = 32  # at most this part of the tier's size
@@ -46,9 +46,10 @@ def shrink(mount: Mount, most_files: int, most_bytes: int) -> int:
 
 
 def _drop(mount: Mount, path: str) -> int:
-    """Remove one thing. Directories only if they are empty: what is in them is not ours."""
+    """Remove one thing. Directories only if they are empty: what is in them is not ours. What a bad file says of its
+    length may be as wrong as the rest, and more than was ever counted: only what it took is given back."""
     with suppress(OSError):
         result = os.stat(path, dir_fd=mount.root.number, follow_symlinks=False)
         (os.rmdir if stat.S_ISDIR(result.st_mode) else os.unlink)(path, dir_fd=mount.root.number)
-        return allocated_bytes(result, mount.ledger)
+        return min(allocated_bytes(result, mount.ledger), mount.ledger.rounded(result.st_blocks * BLOCK_BYTES))
     return 0

@@ -10,10 +10,11 @@ from kvstow.store.disk.mount import Mount
 from kvstow.store.disk.scan import allocated_bytes, list_directory
 
 
-def remove_chunk(mount: Mount, namespace: bytes, digest: bytes) -> int:
+def remove_chunk(mount: Mount, namespace: bytes, digest: bytes, counted_bytes: int | None = None) -> int:
     """Remove a chunk's file. Returns what that frees, for the ledger; 0 if another remover was faster.
 
-    Of several removers one unlinks it, and counts it. Raises ``OSError``.
+    Of several removers one unlinks it, and counts it. What has grown since it was ``counted_bytes`` long, which no
+    writer of ours does, gives back no more than that. Raises ``OSError``.
     """
     path, root = names.chunk_path(namespace, digest), mount.root.number
     try:
@@ -21,7 +22,8 @@ def remove_chunk(mount: Mount, namespace: bytes, digest: bytes) -> int:
         os.unlink(path, dir_fd=root)
     except FileNotFoundError:
         return 0
-    return allocated_bytes(result, mount.ledger)
+    freed = allocated_bytes(result, mount.ledger)
+    return freed if counted_bytes is None else min(freed, counted_bytes)
 
 
 def remove_empty_namespace(mount: Mount, name: str) -> None:

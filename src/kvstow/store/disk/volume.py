@@ -217,10 +217,10 @@ class Volume:
 
     def delete(self, namespace: bytes, digest: bytes) -> None:
         with _At(self, "deleting") as mount:
-            self._index.drop(digest)
+            known_bytes = self._index.drop(digest)
             self._bad.pop(digest, None)
             epoch, ahead = mount.ledger.epoch, mount.ledger.ahead_bytes(self.limits.size_bytes)
-            mount.ledger.remove(remove_chunk(mount, namespace, digest), epoch, ahead)
+            mount.ledger.remove(remove_chunk(mount, namespace, digest, known_bytes), epoch, ahead)
 
     def set_aside(self, namespace: bytes, digest: bytes, why: str) -> bool:
         """Quarantine a bad file. Where the filesystem is read-only it is remembered as bad instead. False: it was
