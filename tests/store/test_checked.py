@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,26 @@ def test_a_kept_buffer_cannot_be_used() -> None:
     for view in kept:
         with pytest.raises(ValueError, match="released"):
             view[0]
+
+
+@pytest.mark.parametrize("error", [None, StoreUnavailable("gone"), ZeroDivisionError()])
+def test_an_array_over_a_buffer_that_lives_on_hides_neither_answer_nor_error(error: Exception | None) -> None:
+    kept: list[Any] = []
+
+    class Arrays(MemoryStore):
+        def read(self, items: Any) -> Any:
+            kept.extend((ctypes.c_char * len(buffer)).from_buffer(buffer) for _, buffer in items)
+            if error is not None:
+                raise error
+            return super().read(items)
+
+    store = CheckedStore(Arrays())
+    write_one(store, make_key(0), b"abc")
+    if error is None:
+        assert read_one(store, make_key(0), 3) == (Done(3), b"abc")
+    else:
+        with pytest.raises(type(error)):
+            read_one(store, make_key(0), 3)
 
 
 def test_parts_are_lent_to_be_read_only() -> None:

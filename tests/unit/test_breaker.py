@@ -113,6 +113,22 @@ def test_a_call_from_before_it_opened_decides_nothing_late() -> None:
     assert breaker.state is BreakerState.OPEN
 
 
+def test_a_call_from_before_it_opened_decides_nothing_even_later() -> None:
+    """As when a server was silent: the last calls of its silence time out after one has found it again."""
+    breaker, store, clock = make(failures=1)
+
+    def others_find_it_dead_and_again_alive() -> None:
+        store.faults = [unavailable()]
+        fail(breaker)
+        clock.advance(10)
+        store.faults = []
+        breaker.contains(KEYS)
+
+    store.faults = [Fault(delay=others_find_it_dead_and_again_alive, error=StoreUnavailable("timed out"))]
+    fail(breaker)
+    assert breaker.state is BreakerState.CLOSED
+
+
 def test_close_is_forwarded_when_open() -> None:
     breaker, store, _ = make(failures=1)
     store.faults = [unavailable("contains")]

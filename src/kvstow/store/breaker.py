@@ -35,8 +35,8 @@ class Breaker(Wrapper):
     the others are still refused: its success closes the breaker, its failure opens it again.
 
     Every exception but ``StoreRefused`` is a failure: a store that refuses has answered. A call that began
-    before the breaker opened decides nothing when it ends late. A call that never returns is not noticed here
-    (this thread is inside it): the tier watches for those.
+    before the breaker opened decides nothing when it ends late, even if it has closed again by then. A call that
+    never returns is not noticed here (this thread is inside it): the tier watches for those.
     """
 
     def __init__(self, store: Store, clock: Clock, *, failures: int = 5, open_s: float = 10.0) -> None:
@@ -48,6 +48,7 @@ class Breaker(Wrapper):
         self._failed = 0
         self._opened_at: float | None = None
         self._trying = False
+        self._times_opened = 0
 
     @property
     def state(self) -> BreakerState:
@@ -61,8 +62,7 @@ class Breaker(Wrapper):
         return BreakerState.HALF_OPEN if elapsed else BreakerState.OPEN
 
     def _call(self, method: Callable[[A], R], argument: A) -> R:
-        trial = self._enter()
-        answered = False
+        era, answered = self._enter(), False
         try:
             result = method(argument)
             answered = True
@@ -70,29 +70,28 @@ class Breaker(Wrapper):
             answered = True
             raise
         finally:
-            self._leave(trial, answered)
+            self._leave(era, answered)
         return result
 
-    def _enter(self) -> bool:
-        """True: this call is the trial. Raises when it may not go through."""
+    def _enter(self) -> int:
+        """The era of this call: another begins whenever the breaker opens. Raises when the call may not go through."""
         with self._lock:
             state = self._state()
-            if state is BreakerState.CLOSED:
-                return False
-            if state is BreakerState.OPEN or self._trying:
-                raise NotAsked(f"not asked: {self._failed} calls in a row failed")
-            self._trying = True
-            return True
+            if state is not BreakerState.CLOSED:
+                if state is BreakerState.OPEN or self._trying:
+                    raise NotAsked(f"not asked: {self._failed} calls in a row failed")
+                self._trying = True
+            return self._times_opened
 
-    def _leave(self, trial: bool, answered: bool) -> None:
+    def _leave(self, era: int, answered: bool) -> None:
         with self._lock:
-            if trial:
-                self._trying = False
-            elif self._opened_at is not None:
+            if era != self._times_opened:
                 return
+            self._trying = False  # this was the trial, or there is none
             if answered:
                 self._failed, self._opened_at = 0, None
                 return
             self._failed += 1
-            if trial or self._failed >= self._failures:
+            if self._failed >= self._failures:
                 self._opened_at = self._clock.monotonic()
+                self._times_opened += 1

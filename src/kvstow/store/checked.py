@@ -19,8 +19,8 @@ CLOSE_S: Final = 2.0
 class CheckedStore:
     """Forwards to ``store``. An answer that isn't of the contract is raised as ``StoreUnavailable``, so that it counts
     as a fault of the store; what ``store`` itself raises, whatever it is, passes. Parts are lent read-only; a buffer
-    is released after the call that it was lent for (views that were made of it are not). ``close`` waits at most
-    ``CLOSE_S``."""
+    is released after the call that it was lent for (views and arrays that were made of it are not). ``close`` waits at
+    most ``CLOSE_S``."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -67,12 +67,14 @@ def within(name: str, work: Callable[[], T], timeout_s: float) -> T:
 
 @contextmanager
 def _lent(views: list[memoryview]) -> Iterator[list[memoryview]]:
-    """``views`` for the block; afterwards they can't be used by whoever kept one."""
+    """``views`` for the block; afterwards they can't be used by whoever kept one. An array over one, which may live as
+    long as an exception, keeps it."""
     try:
         yield views
     finally:
         for view in views:
-            view.release()
+            with suppress(BufferError):
+                view.release()
 
 
 def _answers(found: Any, length: int, kind: Any) -> list[Any]:

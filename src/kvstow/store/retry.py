@@ -62,7 +62,8 @@ class Retry(Wrapper):
                 return method(argument)
             except StoreUnavailable:
                 pause_s = self._first_pause_s * 2 ** (attempt - 1) * self._rng.uniform(0.5, 1.0)
-                if self._closed.is_set() or self._clock.monotonic() + pause_s > until_s:
+                if self._clock.monotonic() + pause_s > until_s or self._pause(pause_s) or self._closed.is_set():
                     raise
-            self._pause(pause_s)
+                if self._clock.monotonic() > until_s:  # the pause was longer: a machine that was suspended
+                    raise
         return method(argument)

@@ -91,6 +91,22 @@ def test_a_write_whose_answer_was_lost_is_there_and_written_once() -> None:
     assert made.store.read([(KEYS[0], memoryview(bytearray(8)))]) == [Done(5)]
 
 
+def test_closed_during_a_pause_it_asks_no_more() -> None:
+    made = Made(unavailable("contains"))
+    made.store._pause = lambda _: made.store.close()
+    with pytest.raises(StoreUnavailable):
+        made.store.contains(KEYS)
+    assert made.inner.calls["contains"] == 1
+
+
+def test_a_pause_that_took_longer_is_the_last() -> None:
+    made = Made(unavailable())
+    made.store._pause = lambda _: made.clock.advance(3600.0)
+    with pytest.raises(StoreUnavailable):
+        made.store.contains(KEYS)
+    assert made.inner.calls["contains"] == 1
+
+
 def test_closed_it_asks_no_more() -> None:
     made = Made(unavailable("contains"))
     made.store.close()
