@@ -15,7 +15,7 @@ import pytest
 from kvstow.cli import main
 from kvstow.cli.verify import client
 from kvstow.cli.verify.client import Server, ServerFault
-from kvstow.cli.verify.command import WORDS, make_prompt, verify
+from kvstow.cli.verify.command import MAX_PROMPT_TOKENS, UNKNOWN_CHUNK_TOKENS, WORDS, make_prompt, verify
 from kvstow.cli.verify.readings import Readings
 from kvstow.settings import sources
 from kvstow.testing.manual import ManualClock
@@ -287,6 +287,15 @@ def test_the_chunk_as_the_user_says(fake: FakeServer) -> None:
         ("/v1/completions", 200, b'data: {"error": {"message": "engine died"}}\n\n', "http_error"),
         ("/v1/completions", 200, b"data: nonsense\n\n", "unreachable"),
         ("/v1/completions", 200, b"", "unreachable"),
+        ("/v1/models", 200, b"[" * 10**6, "unreachable"),
+        ("/v1/models", 200, b'{"data": [{"id": "m", "max_model_len": ' + b"9" * 5000 + b"}]}", "unreachable"),
+        ("/v1/models", 200, b'{"data": [{"id": "m", "max_model_len": "x"}]}', "unreachable"),
+        ("/v1/completions", 400, b"[" * 10**6, "http_error"),
+        ("/v1/completions", 200, b"data: " + b"[" * 10**6 + b"\n", "unreachable"),
+        ("/v1/completions", 200, b'data: {"choices": 5}\n', "unreachable"),
+        ("/v1/completions", 200, b'data: {"choices": [{"text": 5}]}\n', "unreachable"),
+        ("/v1/completions", 200, b'data: {"choices": [{"text": "a"}], "usage": "x"}\n', "unreachable"),
+        ("/v1/completions", 200, b'data: {"choices": [{"text": "a"}]}\n', "unreachable"),
     ],
 )
 def test_http_faults(fake: FakeServer, path: str, status: int, body: bytes, verdict: str) -> None:
@@ -302,6 +311,21 @@ def test_the_key_is_sent_and_asked_for(fake: FakeServer) -> None:
     assert report["verdict"] == "auth"
     assert "--api-key-env" in report["fix"]
     assert ask(fake, key=KEY)["verdict"] == "restored"
+
+
+@pytest.mark.parametrize("status", [302, 401, 500])
+def test_a_key_that_the_server_repeats_is_not_shown(fake: FakeServer, status: int) -> None:
+    for body in (f'{{"error": {{"message": "bad key {KEY}"}}}}', f'["{KEY}"]'):
+        fake.answer["/v1/models"] = (status, body.encode())
+        report = ask(fake, key=KEY)
+        assert KEY not in json.dumps(report)
+        assert report["fix"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-5", "0"])
+def test_a_chunk_of_no_size_is_as_if_not_told(fake: FakeServer, value: str) -> None:
+    fake.answer["/metrics"] = (200, f'kvstow_chunk_tokens{{engine="0"}} {value}\nkvstow_x 1\n'.encode())
+    assert ask(fake)["chunk_tokens"] == UNKNOWN_CHUNK_TOKENS
 
 
 def test_a_model_that_is_not_there(fake: FakeServer) -> None:
@@ -326,10 +350,11 @@ def test_time_has_a_bound(fake: FakeServer) -> None:
         server.metrics()
 
 
-@pytest.mark.parametrize("url", ["", "ftp://x", "http://"])
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://[::1", "http://u:hunter2@h", "u:hunter2@h"])
 def test_what_is_no_url(url: str) -> None:
-    with pytest.raises(ServerFault, match="no URL"):
+    with pytest.raises(ServerFault, match="no URL") as fault:
         Server(url, None, ManualClock(), 1.0)
+    assert "hunter2" not in str(fault.value)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/", "http://localhost:8000/v1"])
@@ -341,6 +366,7 @@ def test_prompts_are_new_and_fit() -> None:
     one, two = make_prompt(100, None), make_prompt(100, None)
     assert one[:16] != two[:16]
     assert len(make_prompt(100, 60).split()) == 31
+    assert len(make_prompt(10**15, None).split()) == MAX_PROMPT_TOKENS + 1
     assert all(word in WORDS for word in one.split()[1:])
 
 
@@ -357,7 +383,7 @@ Kvstow = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def kvstow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kvstow:
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sources.os, "environ", {"THE_KEY": KEY})
+        monkeypatch.setattr(sources.os, "environ", {"THE_KEY": f"{KEY}\n", "NO_KEY": f"{KEY}\nx"})
         monkeypatch.setattr(sys, "argv", ["kvstow", "verify-offload", *arguments])
         with pytest.raises(SystemExit) as exit_:
             main()
@@ -384,4 +410,6 @@ def test_exit_codes(fake: FakeServer, kvstow: Kvstow) -> None:
     assert (code, json.loads(out)["verdict"]) == (1, "unreachable")
     assert kvstow("--url", "ftp://x")[0] == 1
     assert kvstow("--api-key-env", "NOT_SET")[0] == 2
+    code, out, err = kvstow("--url", fake.url, "--api-key-env", "NO_KEY")
+    assert (code, out, KEY in err) == (2, "", False)
     assert kvstow("--prompt-tokens", "0")[0] == 2

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvstow import __version__
 from kvstow.cli import main
@@ -84,6 +86,50 @@ def test_o1_a_wrong_setting_is_exit_code_2_with_a_message(kvstow: Kvstow) -> Non
     assert ran.code == 2
     assert ran.err == "kvstow: unknown variable KVSTOW_MEMORY_SISE; did you mean KVSTOW_MEMORY_SIZE?\n"
     assert ran.out == ""
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_o1_settings_that_vllm_would_refuse_are_shown_and_refused(kvstow: Kvstow, arguments: tuple[str]) -> None:
+    ran = kvstow("config", *arguments, env={"KVSTOW_DISK_PATHS": "/x", "KVSTOW_REDIS_URL": "http://u:hunter2@h"})
+    assert ran.code == 2
+    assert "disk.paths is set and disk.size is not: say how much" in ran.err
+    assert "redis.url: expected a URL that begins with redis://" in ran.err
+    assert ran.err.count("\n") == 1
+    assert "hunter2" not in ran.out + ran.err
+    if arguments:
+        assert json.loads(ran.out)["disk.paths"]["value"] == ["/x"]
+
+
+def test_others_words_are_one_line_and_no_commands_of_a_terminal(kvstow: Kvstow, tmp_path: Path) -> None:
+    (tmp_path / "kv.yaml").write_text('"a\\nb\\e[31m": 1\n')
+    ran = kvstow("config", "--file", str(tmp_path / "kv.yaml"))
+    assert ran.err.startswith(r"kvstow: unknown setting a\nb\x1b[31m in ")
+    ran = kvstow("config", "convert", str(tmp_path / "kv.yaml"))
+    assert yaml.safe_load(ran.out) == {"memory": {"size": "5GiB"}}, "a comment stays one"
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "err"),
+    [
+        ("config >/dev/full", 1, "kvstow: [Errno 28] No space left on device\n"),
+        ("reference settings >/dev/full", 1, "kvstow: [Errno 28] No space left on device\n"),
+        ("config >&-", 0, ""),
+        ("config --file /nowhere 2>&-", 2, ""),
+        ("config | true", 0, ""),
+    ],
+)
+def test_output_that_nobody_takes_is_no_traceback(shell: str, code: int, err: str) -> None:
+    kvstow = Path(sys.executable).parent / "kvstow"
+    done = subprocess.run(["sh", "-c", f"{kvstow} {shell}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, err)
+
+
+def test_what_the_outputs_encoding_lacks_is_replaced(tmp_path: Path) -> None:
+    kvstow = Path(sys.executable).parent / "kvstow"
+    env = {"PYTHONIOENCODING": "ascii", "PATH": os.defpath, "KVSTOW_MEMORY_POOL_DIR": "/\u00e9\udcff"}
+    done = subprocess.run([kvstow, "config"], capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"/\xe9\udcff" in done.stdout
 
 
 def test_it_starts_without_engine_and_clients() -> None:

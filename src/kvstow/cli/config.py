@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
+from kvstow.cli.conflicts import conflicts
+from kvstow.cli.output import PIPED_COLUMNS, printable
+from kvstow.errors import SettingsError
 from kvstow.settings import Effective, convert_lmcache, leaves, load, parse, redact_url
 from kvstow.settings.sections.kinds import OPTIONS, SECRET, SIZE
 from kvstow.settings.values import MASK, format_size
@@ -16,7 +20,6 @@ app = typer.Typer(invoke_without_command=True)
 
 FileOption = Annotated[str | None, typer.Option(help="A YAML file, instead of the one that KVSTOW_CONFIG_FILE names.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
-PIPED_COLUMNS = 10_000  # a setting a line, for grep
 MISSING = "what is masked is left out: put it in"
 
 
@@ -31,6 +34,7 @@ def config(context: typer.Context, file: FileOption = None, as_json: JsonOption 
         return
     effective = load(file=file)
     print(_as_json(effective)) if as_json else _print_table(effective)
+    _refuse(effective)
 
 
 @app.command()
@@ -45,23 +49,35 @@ def convert(
 ) -> None:
     """Print LMCache's configuration as kvstow's, with what has no counterpart as comments."""
     converted = convert_lmcache(file, workers=workers)
-    parse(None, {}, base=converted.entries)  # what kvstow would refuse is refused here too
+    effective = parse(None, {}, base=converted.entries)  # what kvstow would refuse is refused here too
     kinds = {leaf.key: leaf.kind for leaf in leaves()}
     rows = [(key, source, _plain(value, kinds[key])) for key, source, value in converted.entries]
     notes = [note.text for note in converted.notes]
     if as_json:
         sources = {key: source for key, source, _ in rows}
         print(json.dumps({"settings": {k: v for k, _, v in rows}, "sources": sources, "notes": notes}, indent=2))
-        return
+    else:
+        _print_yaml(rows, notes, workers)
+    _refuse(effective)
+
+
+def _refuse(effective: Effective) -> None:
+    """End with an error where vLLM would not start with what has just been printed."""
+    if wrong := [str(error) for error in conflicts(effective)]:
+        sys.stdout.flush()  # the error comes last
+        raise SettingsError(f"vLLM would not start with these settings: {'; '.join(wrong)}")
+
+
+def _print_yaml(rows: Sequence[tuple[str, str, Any]], notes: Sequence[str], workers: int) -> None:
     print(f"# kvstow's settings for LMCache's, {workers} worker{'s' if workers > 1 else ''} an engine")
-    print("".join(f"# {note}\n" for note in notes), end="")
+    print("".join(f"# {printable(note)}\n" for note in notes), end="")
     for section in dict.fromkeys(key.rpartition(".")[0] for key, _, _ in sorted(rows, key=lambda row: "." in row[0])):
         print(f"{section}:\n" if section else "", end="")
         for key, source, value in rows:
             if key.rpartition(".")[0] == section:
                 left_out = f"; {MISSING}" if MASK in str(value) else ""
                 indent, name = "  " if section else "", key.rpartition(".")[2]
-                print(f"{indent}{name}: {json.dumps(value)}  # {source}{left_out}")
+                print(f"{indent}{name}: {json.dumps(value)}  # {printable(source)}{left_out}")
 
 
 def _plain(value: Any, kind: str) -> Any:

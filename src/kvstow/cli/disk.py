@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from kvstow.cli.data_directory import DataDirectory, Usage
+from kvstow.cli.output import PIPED_COLUMNS
 from kvstow.errors import SettingsError, StoreRefused
 from kvstow.runtime import SystemClock
 from kvstow.settings import format_size, load
@@ -22,7 +23,6 @@ from kvstow.store.disk.scan import Namespace
 EXIT_BAD: Final = 1
 SHOWN_DIGITS: Final = 16  # of a namespace
 DAY_S: Final = 86_400
-PIPED_COLUMNS: Final = 10_000  # a row a line, for grep
 
 app = typer.Typer(no_args_is_help=True, help="What the disk tier's directories hold. Safe beside a running server.")
 

@@ -11,6 +11,7 @@ import typer
 from kvstow import __version__
 from kvstow.cli import codec, config, disk
 from kvstow.cli.doctor import doctor
+from kvstow.cli.output import lenient, printable
 from kvstow.cli.verify import verify_offload
 from kvstow.errors import KVStowError, SettingsError
 
@@ -36,14 +37,12 @@ class Page(StrEnum):
 
 def main() -> NoReturn:
     """Entry point. Exit code 2: a setting is wrong; 1: the command failed."""
+    lenient()
     try:
         app()
-    except SettingsError as error:
-        print(f"kvstow: {error}", file=sys.stderr)
-        sys.exit(EXIT_SETTINGS)
-    except KVStowError as error:
-        print(f"kvstow: {error}", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+    except (KVStowError, OSError) as error:  # the latter: no room where it prints, a directory that can't be read
+        print(f"kvstow: {printable(str(error))}", file=sys.stderr)
+        sys.exit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_FAILED)
     sys.exit(0)
 
 

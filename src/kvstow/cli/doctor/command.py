@@ -11,11 +11,13 @@ from typing import Annotated, Final
 import typer
 
 from kvstow import __version__
+from kvstow.cli.conflicts import conflicts
 from kvstow.cli.doctor import disk, host, rbln, remote, versions
 from kvstow.cli.doctor.result import Check, Result, Status, bounded, failed, ok, unknown, warning
+from kvstow.cli.output import PIPED_COLUMNS, printable
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
-from kvstow.settings import Effective, Settings, check_disk, host_facts, lmcache_variables, load, load_lmcache, variable
+from kvstow.settings import Effective, Settings, host_facts, lmcache_variables, load, load_lmcache, variable
 
 EXIT_FAILED: Final = 1
 QUICK_S: Final = 10.0
@@ -24,7 +26,6 @@ REMOTE_S: Final = 20.0
 RDS_S: Final = 2 * rbln.COMMAND_S + 5.0
 SETTINGS: Final = "settings"
 MEND: Final = "see `kvstow config`"
-PIPED_COLUMNS: Final = 160
 COLOURS: Final = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "red", Status.UNKNOWN: "magenta"}
 
 Planned = tuple[str, float, Check]  # name, the seconds it may take, what to do
@@ -70,7 +71,7 @@ def _settings(read: Callable[[], Effective]) -> tuple[Settings | None, list[Resu
         return None, [failed(SETTINGS, str(error), MEND)]
     given = [row for row in effective.describe() if row.source != "default"]
     shown = ", ".join(f"{row.key}={row.shown}" for row in given) or "all are defaults"
-    wrong = [failed(SETTINGS, str(error), MEND) for error in _conflicts(effective)]
+    wrong = [failed(SETTINGS, str(error), MEND) for error in conflicts(effective)]
     told = [warning(SETTINGS, note.text, "see docs/how-to/from-lmcache.md") for note in effective.notes if note.warns]
     return effective.settings, (wrong or [ok(SETTINGS, shown)]) + told
 
@@ -81,27 +82,6 @@ def _unread() -> list[Result]:
     given = names[0] if len(names) == 1 else f"{names[0]} and others"
     found = f"{given} not looked at: only LMCache-style connectors read LMCACHE_*"
     return [warning("LMCache", found, "kvstow doctor --lmcache, if vLLM is given one of those")]
-
-
-def _conflicts(effective: Effective) -> Iterator[SettingsError]:
-    """What vLLM's start would refuse, as far as that needs no engine."""
-    from kvstow import build
-
-    settings = effective.settings
-    checks = (
-        lambda: check_disk(settings, 0),
-        lambda: build.check_direct(settings),
-        lambda: settings.direct.engine == "file" and build.direct.choose(settings),
-        lambda: build.integrity_key(settings),
-        lambda: settings.redis.url and build.redis_options(settings),
-        lambda: settings.objects.url and build.objects_options(settings),
-    )
-    for check in checks:
-        try:
-            with effective.named():
-                check()
-        except SettingsError as error:
-            yield error
 
 
 def _plan(settings: Settings | None) -> Iterator[Planned]:
@@ -122,11 +102,11 @@ def _plan(settings: Settings | None) -> Iterator[Planned]:
 def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
     from kvstow.build import asked_for
 
-    pool_dir, size, tiers = settings.memory.pool_dir, settings.memory.size, list(asked_for(settings))
-    locks = {"Mooncake": settings.mooncake.protocol == "rdma" and "mooncake" in tiers, "RDS": on_rbln}
+    pool_dir, size, mooncake = settings.memory.pool_dir, settings.memory.size, settings.mooncake
+    locks = {"Mooncake": mooncake.protocol == "rdma" and mooncake.master is not None, "RDS": on_rbln}
     registers = [name for name, on in locks.items() if on]
     seed = variable(host.SEED)
-    yield host.SEED, QUICK_S, partial(host.check_hash_seed, seed, tiers, rbln=on_rbln)
+    yield host.SEED, QUICK_S, lambda: host.check_hash_seed(seed, list(asked_for(settings)), rbln=on_rbln)
     if settings.direct.engine is not None:
         yield "memory", QUICK_S, lambda: [ok("memory", "no pool: direct storage takes its place")]
     else:
@@ -170,8 +150,8 @@ def _show(results: Sequence[Result]) -> None:
         table.add_column(heading, overflow="fold")
     for result in results:
         colour = COLOURS[result.status]
-        fix = f"\n→ {escape(result.fix)}" if result.fix else ""
-        table.add_row(f"[{colour}]{result.status}[/{colour}]", escape(result.check), f"{escape(result.found)}{fix}")
+        check, found, fix = (escape(printable(text)) for text in (result.check, result.found, result.fix))
+        table.add_row(f"[{colour}]{result.status}[/{colour}]", check, f"{found}\n→ {fix}" if fix else found)
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(table)
     count = {status: sum(result.status is status for result in results) for status in Status}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from kvstow.cli.doctor.result import MAX_FOUND, Result, failed, ok, unknown, warning
-from kvstow.errors import StoreError
+from kvstow.errors import SettingsError, StoreError
 from kvstow.runtime import Clock
 from kvstow.settings import format_size
 
@@ -86,8 +86,7 @@ def check_mooncake(master: str) -> Iterator[Result]:
         yield failed("mooncake", found, "pip install 'kvstow[mooncake]'")
     host, _, port = master.rpartition(":")
     if not host or not port.isdecimal():
-        yield failed("mooncake", f"{master}: not host:port", "set mooncake.master, such as master.internal:50051")
-        return
+        raise SettingsError("mooncake.master: expected host:port")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except (OSError, ValueError) as error:

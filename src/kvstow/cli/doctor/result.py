@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Final, NamedTuple
 
+from kvstow.errors import SettingsError
 from kvstow.runtime import run_within
 
 MAX_FOUND: Final = 400  # characters of what somebody else's message may add
@@ -53,6 +54,8 @@ def bounded(name: str, check: Check, limit_s: float) -> list[Result]:
     if ended is None:
         return [failed(name, f"no answer within {limit_s:g} s: it hangs", "see why before vLLM uses it")]
     value, error = ended
+    if isinstance(error, SettingsError):  # what is wrong with them is a result already
+        return [unknown(name, "not looked at: its settings are wrong", "mend them first")]
     if value is None:
         return [unknown(name, f"could not check: {type(error).__name__}: {error}"[:MAX_FOUND])]
     return value

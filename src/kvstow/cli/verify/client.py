@@ -10,8 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+from msgspec import Struct, field
+
 from kvstow.errors import KVStowError
 from kvstow.runtime import Clock
+from kvstow.settings.values import MASK, masked
 
 MAX_BODY_BYTES: Final = 16 << 20
 MAX_MESSAGE: Final = 300  # characters of the server's words in a message
@@ -27,9 +31,34 @@ class ServerFault(KVStowError):
         self.status = status
 
 
-class Model(NamedTuple):
-    name: str
-    max_tokens: int | None
+class Model(Struct, frozen=True):
+    """One of ``/v1/models``. ``max_tokens``: a prompt's and its answer's, where the server tells."""
+
+    name: str = field(name="id")
+    max_tokens: int | None = field(name="max_model_len", default=None)
+
+
+class _Models(Struct):
+    data: list[Model]
+
+
+class _Choice(Struct):
+    text: str | None = None
+
+
+class _Details(Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
 
 
 class Answer(NamedTuple):
@@ -53,10 +82,14 @@ class Server:
 
     def __init__(self, url: str, api_key: str | None, clock: Clock, until_s: float) -> None:
         """Raises ``ServerFault`` for what is no HTTP URL."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerFault(f"{url} is no URL such as http://127.0.0.1:8000")
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+            raise ServerFault(f"{masked(url)} is no URL such as http://127.0.0.1:8000, without user and password")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+        self._key = api_key or ""
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._clock = clock
         self._until_s = until_s
@@ -65,9 +98,8 @@ class Server:
 
     def models(self) -> list[Model]:
         try:
-            data = json.loads(b"".join(self._pieces("/v1/models")))["data"]
-            return [Model(str(one["id"]), one.get("max_model_len")) for one in data]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return msgspec.json.decode(b"".join(self._pieces("/v1/models")), type=_Models).data
+        except (ValueError, RecursionError) as error:
             raise ServerFault(f"{self.url}/v1/models is not what an OpenAI-compatible server answers") from error
 
     def metrics(self) -> str:
@@ -80,20 +112,22 @@ class Server:
             "stream_options": {"include_usage": True},
         }  # fmt: skip
         began, first, text = self._clock.monotonic(), 0.0, ""
-        usage: Mapping[str, Any] = {}
+        usage = _Usage()
         for event in self._events(body):
-            if event.get("error"):
-                raise ServerFault(f"the server failed: {_words(event['error'])}", 500)
-            for choice in event.get("choices") or ():
-                text += choice.get("text") or ""
+            if event.error:
+                raise ServerFault(f"the server failed: {self._words(event.error)}", 500)
+            for choice in event.choices or ():
+                text += choice.text or ""
                 first = first or self._clock.monotonic()
-            usage = event.get("usage") or usage
+            usage = event.usage or usage
         if not first:
             raise ServerFault("the server's answer has no text")
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        return Answer(text, first - began, int(usage.get("prompt_tokens") or 0), cached)
+        if usage.prompt_tokens < 1:
+            raise ServerFault("the server's answer does not say how many tokens the prompt has")
+        details = usage.prompt_tokens_details or _Details()
+        return Answer(text, first - began, usage.prompt_tokens, details.cached_tokens)
 
-    def _events(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _events(self, body: Mapping[str, Any]) -> Iterator[_Event]:
         left = b""
         for piece in self._pieces("/v1/completions", json.dumps(body).encode()):
             *lines, left = (left + piece).split(b"\n")
@@ -102,11 +136,9 @@ class Server:
                 if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
                 try:
-                    event = json.loads(data)
-                except ValueError as error:
+                    yield msgspec.json.decode(data, type=_Event)
+                except (ValueError, RecursionError) as error:
                     raise ServerFault("the server's answer is no event stream") from error
-                if isinstance(event, dict):
-                    yield event
 
     def _pieces(self, path: str, body: bytes | None = None) -> Iterator[bytes]:
         """The answer as it comes. Raises ``ServerFault``."""
@@ -123,7 +155,7 @@ class Server:
                     self._left_s()
         except urllib.error.HTTPError as error:
             with error:
-                raise ServerFault(f"{path}: HTTP {error.code}: {_message(error)}", error.code) from None
+                raise ServerFault(f"{path}: HTTP {error.code}: {self._message(error)}", error.code) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ServerFault(f"{self.url} can't be asked: {reason or type(error).__name__}") from error
@@ -135,13 +167,16 @@ class Server:
         return left
 
 
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        body = json.loads(error.read(READ_BYTES))
-    except (OSError, ValueError):
-        return str(error.reason)[:MAX_MESSAGE]
-    return _words(body.get("error", body) if isinstance(body, dict) else body)
+    def _message(self, error: urllib.error.HTTPError) -> str:
+        if 300 <= error.code < 400:
+            return self._words(f"it is at {masked(str(error.headers.get('Location')))}")
+        try:
+            body = json.loads(error.read(READ_BYTES))
+        except (OSError, ValueError, RecursionError):
+            body = str(error.reason)
+        return self._words(body.get("error", body) if isinstance(body, dict) else body)
 
-
-def _words(error: object) -> str:
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:MAX_MESSAGE]
+    def _words(self, error: object) -> str:
+        """What the server says, which may be our key."""
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+        return (text.replace(self._key, MASK) if self._key else text)[:MAX_MESSAGE]

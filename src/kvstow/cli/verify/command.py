@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from kvstow.cli.output import printable
 from kvstow.cli.verify import judge as names
 from kvstow.cli.verify.client import Model, Server, ServerFault
 from kvstow.cli.verify.judge import Code, Seen, Verdict, judge, notes
@@ -22,6 +23,7 @@ EXIT_FAILED: Final = 1
 ANSWER_TOKENS: Final = 16
 UNKNOWN_CHUNK_TOKENS: Final = 256  # where neither the server nor the user says
 CHUNKS: Final = 3
+MAX_PROMPT_TOKENS: Final = 1 << 20
 SETTLE_S: Final = 5.0  # for counts to reach /metrics
 POLL_S: Final = 0.25
 CONFIG: Final = '{"kv_connector":"KVStowConnector","kv_role":"kv_both"}'
@@ -51,8 +53,12 @@ def verify_offload(
     Exit code 0: it was, or vLLM's own cache was faster and the prompt is stored; 1: it was not.
     """
     key = None
-    if api_key_env is not None and not (key := variable(api_key_env)):
-        raise SettingsError(f"--api-key-env {api_key_env}: that variable is not set")
+    if api_key_env is not None:
+        key = (variable(api_key_env) or "").strip()
+        if not key:
+            raise SettingsError(f"--api-key-env {api_key_env}: that variable is not set")
+        if not (key.isascii() and key.isprintable()):
+            raise SettingsError(f"--api-key-env {api_key_env}: what it holds is no key: one line of ASCII is expected")
     clock = SystemClock()
     until_s = clock.monotonic() + timeout
 
@@ -91,7 +97,7 @@ def verify(
 
 def make_prompt(tokens: int, max_tokens: int | None) -> str:
     """New text of about ``tokens`` tokens (short words are one each), at most half of what the model takes."""
-    count = min(tokens, max(1, (max_tokens or tokens * 2) // 2))
+    count = min(tokens, MAX_PROMPT_TOKENS, max(1, (max_tokens or tokens * 2) // 2))
     return f"{secrets.token_hex(8)} " + " ".join(WORDS[byte % len(WORDS)] for byte in secrets.token_bytes(count))
 
 
@@ -112,8 +118,13 @@ def _settled(server: Server, clock: Clock, wait: Wait, enough: Callable[[Reading
 
 
 def _fault(fault: ServerFault) -> Verdict:
+    if 300 <= fault.status < 400:
+        return Verdict(Code.HTTP, False, str(fault), "--url with that address: it is not followed, for the key's sake")
     if fault.status in (401, 403):
         return Verdict(Code.AUTH, False, str(fault), "name the variable that holds the key: --api-key-env NAME")
+    if "CERTIFICATE_VERIFY_FAILED" in str(fault):
+        fix = "name the file of its authority's certificate in the variable SSL_CERT_FILE"
+        return Verdict(Code.UNREACHABLE, False, str(fault), fix)
     if fault.status == 0:
         return Verdict(Code.UNREACHABLE, False, str(fault), "see that vLLM runs and answers there; --url, --timeout")
     fix = "fewer --prompt-tokens, if the prompt is too long" if fault.status == 400 else "is it vLLM's own server?"
@@ -156,7 +167,7 @@ def _within(limit_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any
 
 
 def _show(report: dict[str, Any]) -> None:
-    print(f"{'works' if report['works'] else 'does not work'}: {report['why']}")
+    print(f"{'works' if report['works'] else 'does not work'}: {printable(report['why'])}")
     if "first" in report:
         first, second = report["first"], report["second"]
         same = "identical" if report["identical"] else "different"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -24,9 +25,10 @@ class Readings:
     def parse(cls, text: str) -> Readings:
         try:
             families = list(text_string_to_metric_families(text))
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             raise ServerFault("/metrics is not in Prometheus' format") from error
-        return cls({(s.name, tuple(sorted(s.labels.items()))): s.value for f in families for s in f.samples})
+        samples = (sample for family in families for sample in family.samples if 0 <= sample.value < math.inf)
+        return cls({(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples})
 
     @property
     def ours(self) -> bool:

@@ -1,0 +1,24 @@
+"""What is printed: on whatever terminal, pipe or file, and never as a terminal's commands."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Final
+
+PIPED_COLUMNS: Final = 10_000  # of a table that isn't on a terminal: a row a line, for grep
+
+
+def printable(text: str) -> str:
+    """``text`` in one line: others' words may hold line ends, and what a terminal would obey."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def lenient() -> None:
+    """What the output's encoding doesn't have is replaced; closed output is as ``/dev/null``."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
