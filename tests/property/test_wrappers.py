@@ -110,7 +110,7 @@ class Overlapping:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_k4_calls_that_overlap_in_any_order(seed: int) -> None:
+def test_k2_calls_that_overlap_in_any_order(seed: int) -> None:
     machine = Overlapping(seed)
     for _ in range(120):
         machine.step()
@@ -275,7 +275,7 @@ class Stack:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_k4_whatever_the_store_does_answers_are_true_and_it_is_used_again(seed: int) -> None:
+def test_k2_whatever_the_store_does_answers_are_true_and_it_is_used_again(seed: int) -> None:
     stack = Stack(seed)
     for _ in range(100):
         stack.step()
