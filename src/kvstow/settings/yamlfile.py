@@ -29,16 +29,16 @@ def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
     Raises ``SettingsError`` naming the path when it can't be read, isn't YAML, isn't a mapping, or gives a key
     twice. Tags that build objects are refused, as ``yaml.safe_load`` does.
     """
-    shown = f"the settings file {masked(path)}{named_by}"
+    shown = f"{masked(path)}{named_by}"
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
             if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):  # it might never end
-                raise SettingsError(f"{shown} is a pipe: give a file")
+                raise SettingsError(f"the settings file {shown} is a pipe: give a file")
             content = file.read(MAX_FILE_BYTES + 1) or b""
     except OSError as error:
-        raise SettingsError(f"cannot read {shown}: {error.strerror}") from error
+        raise SettingsError(f"cannot read the settings file {shown}: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:
-        raise SettingsError(f"{shown} is larger than {MAX_FILE_BYTES} bytes")
+        raise SettingsError(f"the settings file {shown} is larger than {MAX_FILE_BYTES} bytes")
     parsed = parse_yaml(content, path)
     if parsed is None:
         return {}
