@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BarrierOptions
 
 _groups: dict[str, HostGroup] = {}
 _kept: list[torch.library.Library] = []  # a library's operators go with it
@@ -42,30 +43,30 @@ class HostGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "rbln-ccl"
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> _Ended:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Ended:
         hosts = [tensor.cpu() for tensor in tensors]
-        self._gloo.allreduce(hosts, options or dist.AllreduceOptions()).wait()
+        self._gloo.allreduce(hosts, opts or AllreduceOptions()).wait()
         return _copied(tensors, hosts)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> _Ended:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> _Ended:
         hosts = [tensor.cpu() for tensor in tensors]
-        self._gloo.broadcast(hosts, options).wait()
+        self._gloo.broadcast(hosts, opts).wait()
         return _copied(tensors, hosts)
 
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> _Ended:
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Ended:
         host = torch.empty(output.shape, dtype=output.dtype)
-        self._gloo._allgather_base(host, tensor.cpu(), options or dist.AllgatherOptions()).wait()
+        self._gloo._allgather_base(host, tensor.cpu(), opts or AllgatherOptions()).wait()
         return _copied([output], [host])
 
     all_gather_single = _allgather_base  # as newer releases of torch call it
 
-    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> _Ended:
+    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any) -> _Ended:
         hosts = [[torch.empty(each.shape, dtype=each.dtype) for each in output] for output in outputs]
-        self._gloo.allgather(hosts, [tensor.cpu() for tensor in tensors], options).wait()
+        self._gloo.allgather(hosts, [tensor.cpu() for tensor in tensors], opts).wait()
         return _copied([each for output in outputs for each in output], [each for host in hosts for each in host])
 
-    def barrier(self, options: Any = None) -> _Ended:
-        self._gloo.barrier(options or dist.BarrierOptions()).wait()
+    def barrier(self, opts: Any = None) -> _Ended:
+        self._gloo.barrier(opts or BarrierOptions()).wait()
         return _Ended()
 
 
