@@ -1,8 +1,9 @@
 """The Mooncake tier against its client alone, moving the same bytes with the same store; medians.
 
 Master and lending process are on loopback, bytes go over TCP. The client alone is its ``get_into`` and ``put_from`` on
-registered slots. The tier also asks whether a chunk is there before it writes one, keeps deletes and reads of a key
-apart, and, reading, verifies the frame's checksum.
+registered slots, which wait in a busy loop: on few cores they hold up their own transfers, each run as it happens. The
+tier uses the client's ranged calls, which don't. It also asks for a value's length before it reads one, keeps deletes
+and reads of a key apart, and, reading, verifies the frame's checksum.
 """
 
 from __future__ import annotations
