@@ -54,13 +54,7 @@ class Mooncake(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "kvstow/"
     replicas: Annotated[int, Meta(ge=1, le=16, description="Copies of each chunk, on different clients.")] = 1
     timeout_ms: Annotated[
-        int,
-        Meta(
-            ge=100,
-            le=60_000,
-            description="The longest that a question to the master may take; rounded up to seconds, the longest that a "
-            "transfer over TCP may stand still.",
-        ),
+        int, Meta(ge=100, le=60_000, description="The longest wait for the master and, over TCP, for a byte to move.")
     ] = 2000
     connect_timeout_ms: Annotated[
         int, Meta(ge=1000, le=120_000, description="The longest that starting the client may take.")
