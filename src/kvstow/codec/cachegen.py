@@ -108,8 +108,8 @@ class CacheGen:
         np.multiply(rows, shape.tiled(per_step, "k"), out=rows)
         if kept.any():
             tokens[kept] = 0.0
-        per_layer = per_step.reshape(layers, -1)
-        good = steps.all(axis=1) & np.isfinite(per_layer).all(axis=1) & (np.abs(means).max(axis=1) <= _LARGEST_MEAN)
+        usable = np.isfinite(steps) & np.isfinite(per_step.reshape(layers, -1))
+        good = usable.all(axis=1) & (np.abs(means).max(axis=1) <= _LARGEST_MEAN)
         if not good.all():  # numbers with no scale of their own: all alike, or far too large or small
             by_axis[~good], steps[~good], means[~good], kept[~good] = 0.0, 0.0, 0.0, True
         highest = energies.max(axis=(2, 3)) > np.square(_LARGEST * steps)  # else no number of any token can be larger

@@ -20,6 +20,7 @@ from kvstow.errors import FrameError
 
 E4M3_HIGHEST: Final = 448.0
 _E4M3_HIGHEST_BITS: Final = 0x7E
+_HIGHEST: Final = np.float32(2.0**127)  # a number from there on may be rounded to infinity; nor is NaN below it
 _REBIAS: Final = np.float32(2.0**-120)  # float32's exponent bias of 127 to e4m3's of 7
 
 
@@ -136,7 +137,7 @@ class Scaled:
                     )
                     found = self._method.scales(largest)
                     found[largest == 0] = 1.0
-                    kept[layer] = not (np.isfinite(largest).all() and np.isfinite(1 / found).all())
+                    kept[layer] = not ((largest < _HIGHEST).all() and np.isfinite(1 / found).all())
                     if kept[layer]:
                         symbols[at] = 0
                         continue
