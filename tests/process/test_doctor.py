@@ -8,13 +8,15 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstow.cli import main
+from kvstow import build
+from kvstow.cli import conflicts, main
 from kvstow.cli.doctor import command, disk
 from kvstow.cli.doctor.disk import Measured, check_path
 from kvstow.cli.doctor.remote import check_mooncake, check_objects, check_redis
@@ -204,8 +206,11 @@ def test_a_mooncake_master(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_or_device_of_direct_storage(tmp_path: Path) -> None:
-    (tmp_path / "device").write_text("")
-    assert look(tmp_path / "device")["disk path"].status is Status.OK
+    path = tmp_path / "device"
+    path.write_text("")
+    found = by_check(check_path(str(path), ROOM, 0, SystemClock(), "direct.size"))
+    assert found["disk path"].status is Status.OK
+    assert look(path)["disk path"].found == f"{path}: {path} is no directory"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -281,6 +286,18 @@ def test_a_password_is_never_shown(kvstow: Kvstow) -> None:
     code, out, _ = kvstow("doctor", "--json", env={"KVSTOW_REDIS_URL": "redis://:s3cret@h/x"})
     assert (code, rows(out)["settings"]["status"], rows(out)["redis"]["status"]) == (1, "failed", "could not check")
     assert "s3cret" not in out
+
+
+@pytest.mark.usefixtures("fits")
+def test_a_file_on_a_mount_that_hangs_is_not_waited_for(kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch) -> None:
+    came_back = threading.Event()
+    monkeypatch.setattr(conflicts, "LIMIT_S", 0.05)
+    monkeypatch.setattr(build, "integrity_key", lambda _: came_back.wait())
+    for name in ("doctor", "config"):
+        code, out, err = kvstow(name, env={"KVSTOW_INTEGRITY_KEY_FILE": "/nfs/key"})
+        assert code in (1, 2)
+        assert "integrity_key_file: no answer within 0.05 s: a file or directory that it names hangs" in out + err
+    came_back.set()
 
 
 @pytest.mark.usefixtures("fits")

@@ -48,7 +48,7 @@ def check_path(
 ) -> Iterator[Result]:
     """``size_bytes``: this path's part of ``setting``; 0: unset. Leaves nothing behind, and makes no directory."""
     folder = _existing(path)
-    if folder == path and not os.path.isdir(path) and os.access(path, os.R_OK | os.W_OK):  # direct storage's
+    if setting == "direct.size" and folder == path and not os.path.isdir(path) and os.access(path, os.R_OK | os.W_OK):
         yield ok("disk path", f"{path}: a file or device, readable and writable")
         return
     if not os.path.isdir(folder):
