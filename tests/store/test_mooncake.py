@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import queue
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 
 from kvstow.key import ChunkKey
-from kvstow.store.base import Buffer, Done, Outcome, Store
+from kvstow.store.base import REJECTED, Buffer, Done, Outcome, Store
+from kvstow.store.mooncake.listen import listening
 from kvstow.testing.mooncake_server import MooncakeServer
 from kvstow.testing.store_suite import StoreSuite, make_key, read_one, value_of, write_one
 from tests.store.mooncake_rig import need_mooncake, open_store
+from tests.store.test_mooncake_listen import lets_in, own_address
 
 need_mooncake()
 
@@ -170,4 +173,19 @@ def test_what_one_engine_stored_another_finds(server: MooncakeServer, shared: An
     other = open_store(server.master, prefix=mine._options.prefix, buffer_bytes=16 << 20)
     assert other.contains([make_key(0), make_key(1)]) == [True, False]
     assert read_one(other, make_key(0), 16) == (Done(5), b"hello")
+    slot = memoryview(mmap.mmap(-1, 4096))
+    assert other.write([(make_key(0), [slot])]) == [REJECTED], "the first stays"
+    assert read_one(mine, make_key(0), 16) == (Done(5), b"hello")
     other.close()
+
+
+def test_its_client_lets_in_nobody_from_beyond_the_address_that_others_are_told(shared: Any) -> None:
+    store = another(shared)  # it is connected
+    write_one(store, make_key(0), b"hello")
+    ports = []
+    for descriptor in listening().values():
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            ports.append(sock.getsockname()[1])
+    assert len(ports) >= 2
+    assert all(lets_in("127.0.0.1", port) for port in ports)
+    assert not any(lets_in(own_address(), port) for port in ports)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -20,7 +21,10 @@ from typing import Any, Final
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from kvstow.errors import StoreUnavailable
+from kvstow.store.mooncake.listen import listening, only_to
 from kvstow.store.mooncake.options import MooncakeOptions
+
+logger = logging.getLogger("kvstow")
 
 PORT_TIMEOUT_S: Final = 1.0
 CHILD_BUFFER_BYTES: Final = 16 << 20
@@ -50,10 +54,15 @@ def connect(options: MooncakeOptions) -> Any:
     except OSError as error:
         raise StoreUnavailable(f"Mooncake's master {options.master}: {error}") from error
     _rehearse(options)
+    before = listening()
     client = MooncakeDistributedStore()
     code = client.setup(*_arguments(options, options.segment_bytes, options.buffer_bytes))
     if code:
         raise StoreUnavailable(f"Mooncake's client can't start (code {code}): master {options.master}")
+    try:
+        only_to(options.local_hostname, before)
+    except OSError as error:
+        logger.warning("Mooncake's client listens on every interface, and this kernel can't filter that: %s", error)
     return client
 
 
