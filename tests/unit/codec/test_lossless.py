@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("backports.zstd")
 
+from backports import zstd
+
 from kvstow.codec.lossless import Lossless
 from kvstow.codec.shape import KVShape
 from kvstow.errors import FrameError
@@ -84,13 +86,36 @@ def test_a_list_that_cannot_be() -> None:
         (places, struct.pack("<I", 2**32 - 1)),
         (len(data) - 1, b"\2"),  # neither pairs nor none
         (len(data) - 1, b"\0"),  # a list without pairs
-        (64 + 8, struct.pack("<II", 18, 22)),
-        (64 + 8, struct.pack("<II", 24, 16)),
+        (64 + 8, struct.pack("<I", 21)),  # the next begins where it did
+        (64 + 8, struct.pack("<I", 24)),
+        (64 + 8, struct.pack("<I", 16)),
     ):
         forged = data[:]
         forged[at : at + len(value)] = value
         with pytest.raises(FrameError):
             decoded(forged)
+
+
+def test_fewer_bytes_than_there_are_plain_pairs() -> None:
+    data = encoded(words(0))
+    (first, _), (second, _), *_ = streams(data, 6)
+    pairs = NUMBERS // 2
+    frame = zstd.compress(bytes(pairs - pairs // 6), 1)
+    assert len(frame) < pairs // 6
+    forged = data[:first] + frame + bytes(-(first + len(frame)) % 8) + data[second:]
+    struct.pack_into("<I", forged, 64, len(frame))
+    assert streams(forged, 6)
+    with pytest.raises(FrameError, match="pairs in"):
+        decoded(forged)
+
+
+def test_gaps_between_streams_say_nothing_of_what_the_buffer_had() -> None:
+    out = memoryview(bytearray(b"\xee" * Lossless().max_encoded_bytes(SHAPE)))
+    data = bytearray(out[: Lossless().encode(memoryview(words(5).tobytes()), SHAPE, out)])
+    ends = [begin + length for begin, length in streams(data, 6)]
+    gaps = [data[end:begin] for end, (begin, _) in zip(ends, streams(data, 6)[1:], strict=False)]
+    assert any(gaps)
+    assert not any(map(any, gaps))
 
 
 @pytest.mark.parametrize("place", [-1, -2, -3])
