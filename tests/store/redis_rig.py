@@ -28,20 +28,22 @@ def open_store(url: str, *, clock: Any = None, topology: Any = "single", **optio
     return RedisStore(RedisOptions(parse_address(url, topology), topology, **options), clock or SystemClock())
 
 
-def make_certificates(folder: Path) -> Tls:
-    """An authority, and a certificate of 127.0.0.1 that serves as the server's and as the client's."""
+def make_certificates(folder: Path, name: str = "own", days: int = 2) -> Tls:
+    """An authority, unless it is there, and a certificate of 127.0.0.1 that serves as the server's and as the
+    client's."""
     def run(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    run(*new, "-x509", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
-    run(*new, "-subj", "/CN=127.0.0.1", "-keyout", "own.key", "-out", "own.csr")
+    if not (folder / "ca.pem").exists():
+        run(*new, "-x509", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
+    run(*new, "-subj", "/CN=127.0.0.1", "-keyout", f"{name}.key", "-out", f"{name}.csr")
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
     run(
-        *("x509", "-req", "-in", "own.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-        *("-out", "own.pem", "-days", "2", "-extfile", "names"),
+        *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+        *("-out", f"{name}.pem", "-days", str(days), "-extfile", "names"),
     )
-    return Tls(str(folder / "ca.pem"), str(folder / "own.pem"), str(folder / "own.key"))
+    return Tls(str(folder / "ca.pem"), str(folder / f"{name}.pem"), str(folder / f"{name}.key"))
 
 
 class TlsFront:
@@ -49,9 +51,8 @@ class TlsFront:
     TLS, of a Sentinel, passes as it is. ``tls`` counts the others."""
 
     def __init__(self, tls: Tls, port: int) -> None:
-        assert tls.cert_file is not None
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.load_cert_chain(tls.cert_file, tls.key_file)
+        self.use(tls)
         self._context.load_verify_locations(tls.ca_file)
         self._context.verify_mode = ssl.CERT_REQUIRED
         self._to = port
@@ -59,6 +60,11 @@ class TlsFront:
         self.port = free_port()
         self._listener = socket.create_server((HOST, self.port))
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def use(self, tls: Tls) -> None:
+        """Show this certificate from now on."""
+        assert tls.cert_file is not None
+        self._context.load_cert_chain(tls.cert_file, tls.key_file)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
