@@ -53,16 +53,17 @@ class Served:
 
     def __init__(self, given: Settings) -> None:
         clock, self.metrics, self.sealer = SystemClock(), Metrics(), ThreadExecutor("seal")
+        secret = build.integrity_key(given)
         tiers = build.lower_tiers(
             given, LAYOUT, SHAPES, clock=clock, metrics=self.metrics, describe=lambda _: {}, device=0,
-            not_persistent=None,
+            not_persistent=None, key=secret,
         )  # fmt: skip
         [self.tier] = tiers
         assert isinstance(self.tier, Tier)
         self.engine = Engine(
             pool=HostPool.create(LAYOUT, 16 * FRAME_BYTES, name="served"), policy=LRU(), tiers=tiers, layout=LAYOUT,
             clock=clock, metrics=self.metrics, sealer=self.sealer, fetch_deadline_s=30.0,
-            integrity_key=build.integrity_key(given),
+            integrity_key=secret,
         )  # fmt: skip
 
     def store(self) -> None:
@@ -223,7 +224,7 @@ def test_a_codec_that_does_not_suit_the_kv_is_refused_by_its_setting(tmp_path: P
     with pytest.raises(UnsupportedError, match=r"disk\.codec cachegen: .*lossless"):
         build.lower_tiers(
             given, LAYOUT, one_byte, clock=SystemClock(), metrics=Metrics(), describe=lambda _: {}, device=0,
-            not_persistent=None,
+            not_persistent=None, key=None,
         )  # fmt: skip
     assert not (tmp_path / "kv").exists(), "refused before anything is opened"
     assert isinstance(one_byte[0][0], KVShape)

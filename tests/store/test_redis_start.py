@@ -61,7 +61,7 @@ def lower_tiers(not_persistent: str | None, effective: Any = WITH_REDIS) -> list
     identity.describe = lambda: {"namespace": "", "block hash root": "seed 0"}
     shapes = [[KVShape.unknown("float32", 4096)]]
     tiers: list[Any] = start._lower_tiers(
-        config, effective.settings, LAYOUT, shapes, identity, SystemClock(), Metrics()
+        config, effective.settings, LAYOUT, shapes, identity, SystemClock(), Metrics(), None
     )
     return tiers
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from kvstow.build.integrity import integrity_key
 from kvstow.build.policies import POLICIES
 from kvstow.errors import SettingsError, StoreUnavailable, UnsupportedError
 from kvstow.layout import ChunkLayout
@@ -25,12 +24,14 @@ def build_disk(
     clock: Clock,
     metrics: Metrics,
     describe: Callable[[bytes], Mapping[str, object]],
+    key: bytes | None,
     device: int = 0,
     namespace: bytes | None = None,
     root: tuple[str, str] | None = None,
 ) -> Tier | None:
     """The disk tier; None: not set. ``describe`` says for people what a namespace is; ``device``: which of this
-    host's engines it is; ``namespace``: its own; ``root``: where its block hashes begin, behind a digest of all else.
+    host's engines it is; ``key``: the integrity key; ``namespace``: its own; ``root``: where its block hashes begin,
+    behind a digest of all else.
 
     Raises ``SettingsError`` when a directory can't be used, ``UnsupportedError`` where the engines that share it, or
     used it before, begin elsewhere.
@@ -46,7 +47,7 @@ def build_disk(
         scrub_bytes_s=settings.disk.scrub_rate,
         threads=settings.disk.threads,
     )
-    order, check = POLICIES[settings.disk.policy], frame_check(integrity_key(settings))
+    order, check = POLICIES[settings.disk.policy], frame_check(key)
     try:
         store = DiskStore(paths, options, order=order, clock=clock, describe=describe, check=check)
     except (OSError, UnsupportedError, StoreUnavailable) as error:

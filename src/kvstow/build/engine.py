@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from kvstow.build.integrity import integrity_key
 from kvstow.build.policies import POLICIES
 from kvstow.engine import Engine
 from kvstow.layout import ChunkLayout, GroupLayout
@@ -77,14 +76,16 @@ def build_engine(
     name: str,
     clock: Clock,
     metrics: Metrics,
+    key: bytes | None,
     tiers: Sequence[Tier] = (),
     sealer: Executor | None = None,
     background: Executor | None = None,
 ) -> tuple[HostPool, Engine]:
     """The pool and the engine that owns it. ``name`` is shown where the system lists the pool's memory.
 
-    Precondition: ``check`` has passed. The pool's memory is taken from the system piece by piece, on a thread of
-    ``background``: nobody need poll for that, so an idle engine's pool is taken too, and no chunk waits for it.
+    ``key``: the integrity key. Precondition: ``check`` has passed. The pool's memory is taken from the system piece by
+    piece, on a thread of ``background``: nobody need poll for that, so an idle engine's pool is taken too, and no chunk
+    waits for it.
     """
     pool = HostPool.create(layout, settings.memory.size, name=f"kvstow-{name}", pool_dir=settings.memory.pool_dir)
     engine = Engine(
@@ -97,7 +98,7 @@ def build_engine(
         sealer=sealer or ThreadExecutor("seal"),
         fetch_deadline_s=fetch_deadline_s(settings),
         fetch_min_tokens=None if settings.fetch.min_tokens == "auto" else settings.fetch.min_tokens,
-        integrity_key=integrity_key(settings),
+        integrity_key=key,
     )
     background = background or ThreadExecutor("prefault")
     background.submit(lambda: _prefault(pool, clock), lambda _value, _error: None)

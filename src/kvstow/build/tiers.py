@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvstow.build.codec import coders
 from kvstow.build.disk import build_disk
-from kvstow.build.integrity import integrity_key
 from kvstow.build.mooncake import build_mooncake
 from kvstow.build.objects import build_objects
 from kvstow.build.plugins import build_plugins, plugin_names
@@ -47,13 +46,14 @@ def lower_tiers(
     describe: Callable[[bytes], Mapping[str, object]],
     device: int,
     not_persistent: str | None,
+    key: bytes | None,
     namespace: bytes | None = None,
     root: tuple[str, str] | None = None,
 ) -> list[Tier]:
     """``shapes[g][s]`` is what the KV of shard ``s`` of group ``g`` is; ``describe`` says for people what a namespace
     is; ``device``: which of this host's engines it is; ``not_persistent``: why this KV must not outlive the process,
-    or None; ``namespace``: its own; ``root``: where its block hashes begin, behind a digest of all else that KV depends
-    on.
+    or None; ``key``: the integrity key; ``namespace``: its own; ``root``: where its block hashes begin, behind a digest
+    of all else that KV depends on.
 
     Raises ``UnsupportedError`` where it must not and a tier would keep it, or a codec does not suit it,
     ``SettingsError`` where a tier's settings can't be used.
@@ -62,11 +62,11 @@ def lower_tiers(
     for tier, setting in asked.items():
         if not_persistent is not None:
             raise UnsupportedError(f"{setting} is set, but this KV can't be kept in tier {tier}: {not_persistent}")
-    coder_of, key = coders(settings, list(asked), layout, shapes), integrity_key(settings)
+    coder_of = coders(settings, list(asked), layout, shapes)
     built = (
         build_disk(
             settings, layout, clock=clock, metrics=metrics,
-            describe=describe, device=device, namespace=namespace, root=root,
+            describe=describe, device=device, key=key, namespace=namespace, root=root,
         ),
         build_redis(settings, layout, clock=clock, metrics=metrics, root=root),
         build_mooncake(settings, layout, clock=clock, metrics=metrics, root=root),

@@ -163,9 +163,11 @@ def scheduler_side(
         if settings.direct.engine is None:
             on_cpu = vllm_config.device_config.device_type == "cpu"
             shapes = kv_shapes(kv_cache_config, layout, [groups[shard] for shard in order], on_cpu=on_cpu)
-            tiers = _lower_tiers(vllm_config, settings, layout, shapes, identity, clock, metrics)
-            name = str(transfer.engine_id)
-            pool, engine = build.build_engine(settings, layout, name=name, clock=clock, metrics=metrics, tiers=tiers)
+            key = build.integrity_key(settings)
+            tiers = _lower_tiers(vllm_config, settings, layout, shapes, identity, clock, metrics, key)
+            pool, engine = build.build_engine(
+                settings, layout, name=str(transfer.engine_id), clock=clock, metrics=metrics, tiers=tiers, key=key
+            )
             places = Places(pool, pool.ref, "host pool", pool.unname)
         else:
             places, engine = _direct(vllm_config, settings, layout, identity, clock, metrics)
@@ -175,8 +177,7 @@ def scheduler_side(
         *(layout.chunk_tokens, layout.max_frame_bytes / 1e6, places.what, slots.slots),
         *(slots.slots * layout.chunk_tokens, slots.capacity_bytes / 1e9, identity.namespace.hex()[:16]),
     )
-    speculative = vllm_config.speculative_config
-    eagle = speculative is not None and speculative.use_eagle()
+    eagle = (speculative := vllm_config.speculative_config) is not None and speculative.use_eagle()
     lookahead, limit = 1 if eagle else 0, settings.priority_limit
     return SchedulerSide(
         engine,
@@ -220,6 +221,7 @@ def _lower_tiers(
     identity: Identity,
     clock: SystemClock,
     metrics: Metrics,
+    key: bytes | None,
 ) -> list[Tier]:
     def describe(namespace: bytes) -> dict[str, str]:
         """Of an adapter's namespace, or the one after a reset, it is known what it came from."""
@@ -235,6 +237,7 @@ def _lower_tiers(
         describe=describe,
         device=vllm_config.parallel_config.data_parallel_rank_local or 0,
         not_persistent=identity.not_persistent,
+        key=key,
         namespace=identity.namespace,
         root=identity.root(),
     )

@@ -47,7 +47,7 @@ class Spy:
         self.metrics, self.clock = Metrics(), ManualClock()
         effective = parse(None, {}, {key.replace("__", "."): value for key, value in settings.items()})
         build.build_engine(
-            effective.settings, LAYOUT, name="x", clock=self.clock, metrics=self.metrics,
+            effective.settings, LAYOUT, name="x", key=None, clock=self.clock, metrics=self.metrics,
             sealer=ManualExecutor(), background=ManualExecutor(),
         )  # fmt: skip
 
@@ -162,8 +162,9 @@ def test_an_idle_engine_takes_the_whole_pool_though_nobody_polls(monkeypatch: py
     settings = parse(None, {}, {"memory.size": "5MB"}).settings
     sealer, background = ManualExecutor(), ManualExecutor()
     pool, engine = build.build_engine(
-        settings, LAYOUT, name="x", clock=ManualClock(), metrics=Metrics(), sealer=sealer, background=background
-    )
+        settings, LAYOUT, name="x", key=None, clock=ManualClock(), metrics=Metrics(),
+        sealer=sealer, background=background,
+    )  # fmt: skip
     assert pool.pieces == 5
     assert not engine.busy(), "an idle vLLM would spin for it"
     assert (sealer.outstanding, background.outstanding) == (0, 1)
@@ -207,7 +208,7 @@ def test_a_pool_closed_meanwhile_takes_nothing_more() -> None:
     settings = parse(None, {}, {"memory.size": "1MB"}).settings
     background = ManualExecutor()
     _, engine = build.build_engine(
-        settings, LAYOUT, name="x", clock=ManualClock(), metrics=Metrics(),
+        settings, LAYOUT, name="x", key=None, clock=ManualClock(), metrics=Metrics(),
         sealer=ManualExecutor(), background=background,
     )  # fmt: skip
     engine.close(0)
@@ -221,7 +222,7 @@ def test_a_pool_closed_meanwhile_takes_nothing_more() -> None:
 def test_a_real_engine_is_built_and_closed() -> None:
     settings = parse(None, {}, {"memory.size": "1MB"}).settings
     metrics = Metrics()
-    pool, engine = build.build_engine(settings, LAYOUT, name="x", clock=ManualClock(), metrics=metrics)
+    pool, engine = build.build_engine(settings, LAYOUT, name="x", key=None, clock=ManualClock(), metrics=metrics)
     assert isinstance(pool, HostPool)
     assert pool.slots == 10**6 // LAYOUT.max_frame_bytes
     taken = metrics.take()
