@@ -188,7 +188,7 @@ def int8() -> Scaled:
 
 
 def fp8() -> Scaled:
-    """Three bits of mantissa."""
+    """Three bits of mantissa; below 2**-6, steps of 2**-9 of scaled numbers, the largest of which is 224 or more."""
     return Scaled(
-        "fp8", Kind(2, 1), "6.25 % of the number, or 1/450,000 of the largest of its layer's K or V", _E4M3()
+        "fp8", Kind(2, 1), "6.25 % of the number, or 1/229,000 of the largest of its layer's K or V", _E4M3()
     )

@@ -11,7 +11,6 @@ A signed URL is a credential: it is never in a message.
 from __future__ import annotations
 
 import selectors
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -149,20 +148,8 @@ class Plain:
             line.close()
 
     def _connect(self) -> Line:
-        """To the first of the host's addresses that answers. Finding them has the system's own limit."""
-        until_s = self._clock.monotonic() + self._options.connect_timeout_s
-        why = "no address"
-        for family, kind, protocol, _, address in socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM):
-            left_s = until_s - self._clock.monotonic()
-            if left_s <= 0:
-                break
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.settimeout(left_s)
-                sock.connect(address)
-            except OSError as error:
-                sock.close()
-                why = type(error).__name__
-                continue
-            return Line(sock, self._clock, self._options.timeout_s)
-        raise AskClient(f"cannot connect: {why}")
+        limits = self._options
+        try:
+            return Line(*self._address, self._clock, connect_s=limits.connect_timeout_s, timeout_s=limits.timeout_s)
+        except OSError as error:
+            raise AskClient(f"cannot connect: {type(error).__name__}") from None
