@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -183,17 +183,26 @@ def measure(root: Path, rounds: int) -> dict[str, float]:
             cold(files)
             took[name].append(pool.run(works[name]))
     store.close()
+    cached = took["raw_buffered_write"]
+    took["raw_cached_write"], took["raw_buffered_write"] = cached, [
+        (wall, cpu) for wall, (_, cpu) in zip(flushed, cached, strict=True)
+    ]
+    return summary({name: times[FIRST_ROUNDS_DROPPED:] for name, times in took.items()})
+
+
+def summary(took: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
+    """Medians of wall and CPU seconds in each round; the tier's share of the raw side whose median is the faster, as a
+    median of ratios within a round: what the disk does in one round it does to both."""
     gigabytes = CHUNKS * GROUP.frame_bytes / 1e9
     result: dict[str, float] = {}
     for name, times in took.items():
-        kept = times[FIRST_ROUNDS_DROPPED:]
-        result[f"{name}_gb_s"] = gigabytes / statistics.median(wall for wall, _ in kept)
-        result[f"{name}_cpu_s_per_gb"] = statistics.median(cpu for _, cpu in kept) / gigabytes
-    result["raw_cached_write_gb_s"] = result["raw_buffered_write_gb_s"]
-    result["raw_buffered_write_gb_s"] = gigabytes / statistics.median(flushed[FIRST_ROUNDS_DROPPED:])
+        result[f"{name}_gb_s"] = gigabytes / statistics.median(wall for wall, _ in times)
+        if name != "raw_cached_write":
+            result[f"{name}_cpu_s_per_gb"] = statistics.median(cpu for _, cpu in times) / gigabytes
     for what in ("read", "write"):
-        raw = max(result[f"raw_direct_{what}_gb_s"], result[f"raw_buffered_{what}_gb_s"])
-        result[f"{what}_over_raw"] = result[f"tier_{what}_gb_s"] / raw
+        raw = max((f"raw_{kind}_{what}" for kind in ("direct", "buffered")), key=lambda name: result[f"{name}_gb_s"])
+        pairs = zip(took[raw], took[f"tier_{what}"], strict=True)
+        result[f"{what}_over_raw"] = statistics.median(theirs / ours for (theirs, _), (ours, _) in pairs)
     return result
 
 
