@@ -96,10 +96,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerMeta)
         for job, report in other.jobs.items():
-            if job in self.jobs:
-                self.jobs[job].merge(report)
-            else:
-                self.jobs[job] = report
+            self.jobs.setdefault(job, JobReport(0, set(), 0, 0.0)).merge(report)
         self.step = max(self.step, other.step)
         self.mounted += other.mounted
         self.hung |= other.hung
