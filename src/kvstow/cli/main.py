@@ -60,9 +60,9 @@ def root(version: VersionOption = False) -> None:
     """KV cache offloading for vLLM."""
 
 
-@app.command(hidden=True)
+@app.command()
 def reference(page: Page) -> None:
-    """Print a page of the reference documentation, as Markdown."""
+    """Print a page of the reference documentation, as Markdown: all settings, metrics, or LMCache's keys."""
     from kvstow.cli.reference import lmcache_page, metrics_page, settings_page
 
     pages = {Page.settings: settings_page, Page.metrics: metrics_page, Page.lmcache: lmcache_page}

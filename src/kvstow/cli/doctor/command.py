@@ -47,12 +47,17 @@ def doctor(
 
     Writes and reads a small file in each of disk.paths. Exit code 1: something failed.
     """
+    from rich.console import Console
+    from rich.markup import escape
+
     if lmcache and file is not None:
         raise typer.BadParameter("--file is kvstow's own; LMCache's is named by LMCACHE_CONFIG_FILE")
     settings, results = _settings(lambda: load_lmcache(None, workers=workers) if lmcache else load(file=file))
     results += [] if lmcache else _unread()
-    for name, limit_s, check in _plan(settings):
-        results += bounded(name, check, limit_s)
+    with Console(stderr=True).status("") as shown:  # on a terminal: a check may take its time
+        for name, limit_s, check in _plan(settings):
+            shown.update(f"checking {escape(printable(name))}, at most {limit_s:g} s")
+            results += bounded(name, check, limit_s)
     works = not any(result.status is Status.FAILED for result in results)
     if as_json:
         rows = [{**result._asdict(), "status": str(result.status)} for result in results]

@@ -52,6 +52,8 @@ def verify_offload(
 
     Exit code 0: it was, or vLLM's own cache was faster and the prompt is stored; 1: it was not.
     """
+    from rich.console import Console
+
     key = None
     if api_key_env is not None:
         key = (variable(api_key_env) or "").strip()
@@ -66,7 +68,8 @@ def verify_offload(
         server = Server(url, key, clock, until_s)
         return verify(server, model, prompt_tokens, chunk_tokens, clock, threading.Event().wait)
 
-    report = _within(timeout + GRACE_S, work)
+    with Console(stderr=True).status(f"sending a prompt twice, at most {timeout:g} s"):  # on a terminal
+        report = _within(timeout + GRACE_S, work)
     print(json.dumps(report, indent=2)) if as_json else _show(report)
     if not report["works"]:
         raise typer.Exit(EXIT_FAILED)
