@@ -43,7 +43,7 @@ def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
     if parsed is None:
         return {}
     if not isinstance(parsed, Mapping):
-        raise SettingsError(f"the settings file {path} must hold `key: value` lines, not a {type(parsed).__name__}")
+        raise SettingsError(f"the settings file {path} must hold `key: value` lines; found: {type(parsed).__name__}")
     return parsed
 
 
@@ -66,8 +66,8 @@ def parse_yaml(content: bytes, path: str) -> Any:
     except SettingsError:
         raise  # a ValueError too
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError, KeyError) as error:  # the last two: a tag
-        kind = type(error).__name__
-        raise SettingsError(f"the settings file {path} isn't valid YAML: {_SAID.get(kind, kind)}") from None
+        said = _SAID.get(type(error).__name__, "a value in it can't be read")
+        raise SettingsError(f"the settings file {path} isn't valid YAML: {said}") from None
 
 
 def _refuse_duplicates(node: Node, path: str, seen: set[int]) -> None:
