@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -89,6 +90,28 @@ def test_recency_outlives_a_restart(tmp_path: Path) -> None:
     kept = keys_held(store, [make_key(i) for i in range(12)])
     assert 0 in kept
     assert 1 not in kept
+
+
+def test_a_clock_set_back_by_a_day_costs_a_restart_s_recency_at_most(tmp_path: Path) -> None:
+    clock, size = ManualClock(wall_s=time.time()), 12 * CHUNK
+    store = disk(tmp_path, size_bytes=size, clock=clock)
+    assert all(put(store, make_key(i), i) for i in range(6))
+    clock._wall_s -= 86_400
+    assert holds(store, make_key(0), 0)
+    assert all(put(store, make_key(i), i) for i in range(6, 12))
+    kept = keys_held(store, [make_key(i) for i in range(12)])
+    assert {0, 11} <= set(kept), "in this process what was used last stays"
+    assert 1 not in kept
+    for _ in range(2):
+        assert on_disk(tmp_path) <= (store.used_bytes or 0) <= size
+        assert all(holds(store, make_key(i), i) for i in keys_held(store, [make_key(i) for i in range(12)]))
+        store.close()
+        store = disk(tmp_path, size_bytes=size, clock=clock)
+        store.scan()
+        assert len(keys_held(store, [make_key(i) for i in range(12)])) == len(kept)
+        assert put(store, make_key(1), 1)
+        store.delete([make_key(1)])
+        kept = keys_held(store, [make_key(i) for i in range(12)])
 
 
 def test_a_smaller_size_shrinks_the_directory(tmp_path: Path) -> None:
