@@ -47,7 +47,7 @@ class Engine:
         settings = parse(None, {}, {**where, "disk.min_free": "0", "disk.scrub_rate": "0"}).settings
         return build.build_disk(
             settings, LAYOUT, clock=SystemClock(), metrics=Metrics(), describe=self.describe,
-            namespace=self.namespace, root=("all else", self.root),
+            key=None, namespace=self.namespace, root=("all else", self.root),
         )  # fmt: skip
 
     def runs(self, *paths: Path) -> bool:
@@ -155,7 +155,9 @@ def test_c3_adapters_of_another_root_are_rivals_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "there", [b"", b"[]", b"{", b'{"namespace": 1}', json.dumps({**A.fields, "block hash": "x"}).encode()]
+    "there",
+    [b"", b"[]", b"{", b'{"namespace": 1}', b'{"a":' + b"[" * 100_000, json.dumps({**A.fields, "x": "y"}).encode()],
+    ids=["empty", "list", "cut", "other", "deep", "a field more"],
 )
 def test_c3_what_else_is_in_the_directory_is_no_rival(tmp_path: Path, there: bytes) -> None:
     folder = tmp_path / A.namespace.hex()

@@ -88,7 +88,7 @@ def about(root: Fd, namespace: str) -> dict[str, Any]:
     try:
         fd = Fd(os.open(f"{namespace}/{names.NAMESPACE_JSON}", flags, dir_fd=root.number))
         return msgspec.json.decode(os.pread(fd.number, MAX_ABOUT_BYTES, 0), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return {}
 
 
