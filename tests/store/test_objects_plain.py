@@ -20,7 +20,6 @@ from tests.store.objects_rig import BUCKET, PART_BYTES, as_user, open_store
 
 pytest.importorskip("obstore", reason="obstore isn't installed: pip install 'kvstow[objects]'")
 
-from kvstow.store.objects.line import HEAD_BYTES
 from kvstow.store.objects.plain import goes_plain
 
 URL = f"s3://{BUCKET}/p"
@@ -193,7 +192,8 @@ def test_a_server_that_hung_up_on_idle_connections_is_asked_on_new_ones(
     for _ in range(2):
         assert read_one(store, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
         for client in list(server._clients):
-            client.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it is closed already
+                client.shutdown(socket.SHUT_RDWR)
 
 
 # --- servers that answer as they like --------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_f5_a_reset_amid_the_bytes_is_asked_again(server: ObjectServer, store: A
 
 
 def test_bytes_behind_the_value_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The value is whole, and its connection isn't used again."""
+    """Neither in this value, nor in the next."""
     turns = iter(range(9))
 
     def how(client: socket.socket) -> None:
@@ -349,9 +349,9 @@ def test_bytes_behind_the_value_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> 
 
     with Says(how) as says:
         store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
-        assert read_one(store, make_key(0), 5000)[1] in (b"0" * 10, b"1" * 10, b"")
         only_plainly(store, monkeypatch)
-        assert not store._plain._idle
+        for i in range(3):
+            assert read_one(store, make_key(i), 5000) == (Done(10), b"%d" % i * 10)
         store.close()
 
 
@@ -422,7 +422,6 @@ def test_a_signed_url_is_in_no_message(
 
 def test_the_longest_head_is_taken() -> None:
     data = answer(f"Content-Length: 9\nContent-Range: bytes 0-8/9\nA: {'b' * 10_000}", b"123456789")
-    assert HEAD_BYTES > 10_000
     with Says(lambda client: client.sendall(data)) as says:
         store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
         assert read_one(store, make_key(0), 100) == (Done(9), b"123456789")
