@@ -26,8 +26,9 @@ class Client:
 
     def __init__(self, url: str, model: str) -> None:
         self._openai = openai.OpenAI(
-            base_url=f"{url}/v1", api_key="none", timeout=REQUEST_TIMEOUT_S, max_retries=0
-        )
+            base_url=f"{url}/v1", api_key="none", timeout=REQUEST_TIMEOUT_S, max_retries=0,
+            http_client=openai.DefaultHttpxClient(trust_env=False),  # a proxy can't reach this host's loopback
+        )  # fmt: skip
         self._model = model
 
     def complete(self, prompt: str | list[int], *, max_tokens: int = 32, extra: dict[str, Any] | None = None) -> Answer:

@@ -29,6 +29,9 @@ TAIL_LINES: Final = 12
 EXCEPTION: Final = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 PREFIX: Final = re.compile(r"^(\(.*?pid=\d+\) ?)?([A-Z]+ \d\d-\d\d [\d:]+ \[[^]]*\] ?)?")
 
+OWN: Final = ("KVSTOW_", "LMCACHE_", "VLLM_")  # variables that say how vLLM and kvstow run: none of the caller's
+LOCAL: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy can't reach this host's loopback
+
 KVSTOW: Final[Mapping[str, Any]] = {"kv_connector": "KVStowConnector", "kv_role": "kv_both"}
 
 
@@ -44,7 +47,7 @@ def all_cores() -> str:
 def engine_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a vLLM process here: every core, a small KV cache, no network."""
     return {
-        **{name: value for name, value in os.environ.items() if not name.startswith("KVSTOW_")},
+        **{name: value for name, value in os.environ.items() if not name.startswith(OWN)},
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": all_cores(),
         "VLLM_HOST_IP": HOST,
@@ -121,12 +124,12 @@ class Server:
         return sum_of(self.get("/metrics"), name)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+        with LOCAL.open(self.url + path, timeout=30) as response:
             text: str = response.read().decode()
             return text
 
     def post(self, path: str) -> None:
-        urllib.request.urlopen(urllib.request.Request(self.url + path, method="POST"), timeout=30).close()
+        LOCAL.open(urllib.request.Request(self.url + path, method="POST"), timeout=30).close()
 
     def stop(self) -> None:
         """End every process of the server: ask, wait, then kill. Idempotent, not cut short by a second Ctrl-C."""

@@ -9,10 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 
-from demo.server import Server, ServerError, last_line, message, sum_of
+from demo.client import Client
+from demo.server import Server, ServerError, engine_environment, last_line, message, sum_of
 
 GIVE_UP_S = 20
 
@@ -71,6 +73,18 @@ def test_stop_ends_orphans_of_a_killed_server(tmp_path: Path, monkeypatch: pytes
         pid = running.pid
         os.kill(pid, signal.SIGKILL)
     assert_gone(pid)
+
+
+def test_the_callers_proxy_and_settings_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("KVSTOW_MEMORY_SIZE", "LMCACHE_CHUNK_SIZE", "VLLM_PLUGINS"):
+        monkeypatch.setenv(name, "nonsense")
+    with server(tmp_path, GOOD, monkeypatch) as running:
+        assert running.metric("a_total") == 5.0
+        with pytest.raises(openai.APIStatusError):  # the stand-in's answer: it was reached
+            Client(running.url, "model").complete("hello")
+    assert "nonsense" not in engine_environment().values()
 
 
 def test_a_server_that_ends_while_starting_is_diagnosed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
