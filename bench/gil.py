@@ -75,8 +75,9 @@ class Load:
         due = time.perf_counter()
         while not self._stop.is_set():
             for chunk, key in enumerate(keys):
-                due = max(due + self._pause_s, time.perf_counter() - self._pause_s)
-                self._stop.wait(max(0.0, due - time.perf_counter()))
+                if self._pause_s:
+                    due = max(due + self._pause_s, time.perf_counter() - self._pause_s)
+                    self._stop.wait(max(0.0, due - time.perf_counter()))
                 self._frames.seal(which * CHUNKS + chunk, slot)
                 assert store.write([(key, [slot])]) == [Done(len(slot))]
                 assert store.read([(key, slot)]) == [Done(len(slot))]
