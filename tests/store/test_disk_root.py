@@ -23,7 +23,7 @@ from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import Settings, parse
 from kvstow.store.disk import DiskStore, names
-from kvstow.store.disk.volume import KEPT_EMPTY_S
+from kvstow.store.disk.volume import KEPT_EMPTY_S, Volume
 from tests.store.disks import disk, holds, on_disk, put
 
 LAYOUT = build.chunk_layout(Settings(), 16, [8192])
@@ -126,6 +126,22 @@ def test_c3_of_two_that_start_at_once_never_both_serve(tmp_path: Path) -> None:
             assert sum(answer == "serves\n" for answer in said(*pair)) <= 1
         finally:
             end(*pair)
+
+
+def test_c3_who_meets_a_rival_after_announcing_itself_takes_that_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, beside = Volume.introduce, A.store(tmp_path)
+
+    def both(volume: Volume, namespace: bytes) -> None:
+        real(volume, namespace)
+        real(beside._volumes[0], A.namespace)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Volume, "introduce", both)
+        assert not B.runs(tmp_path)
+    beside.close()
+    assert A.runs(tmp_path)
 
 
 def test_c3_a_restart_with_another_root_is_refused_and_clearing_is_a_way_on(tmp_path: Path) -> None:
