@@ -49,6 +49,7 @@ class Front:
         self._to = port
         self._over = threading.Event()
         self.says: Callable[[list[bytes]], bytes | None] = lambda _: None
+        self.greets: Callable[[list[bytes]], bytes | None] = lambda _: None
         self.step: int | None = None
         self._listener = socket.create_server((HOST, 0))
         self.port = int(self._listener.getsockname()[1])
@@ -70,7 +71,7 @@ class Front:
             asked = client.makefile("rb")
             while line := asked.readline():
                 words = [asked.read(int(asked.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
-                said = None if words[0].upper() in GREETING else self.says(words)
+                said = (self.greets if words[0].upper() in GREETING else self.says)(words)
                 if said == b"":
                     return
                 if said is None:
@@ -500,3 +501,17 @@ def test_k3_nodes_that_send_us_to_each_other_are_followed_so_often(front: Front,
 def test_no_text_of_what_a_store_is_made_of_has_a_secret() -> None:
     options = RedisOptions(parse_address(f"redis://u:{SECRET}@h"), sentinel_password=SECRET)
     assert SECRET not in f"{options!r} {options} {options.address!r} {RedisStore(options, SystemClock())!r}"
+
+
+def test_h7_a_greeting_without_end_does_not_hold_up_the_start(
+    front: Front, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    front.greets = lambda _: b"+" + b"x" * 100_000
+    front.step = 1
+    monkeypatch.setattr("kvstow.build.redis.START_S", SOON_S)
+    settings = parse(None, {}, {"redis.url": front.url}).settings
+    tier = build.build_redis(settings, LAYOUT, clock=SystemClock(), metrics=Metrics())
+    assert tier is not None
+    assert "no answer within 0.2 s" in caplog.text
+    front.close()
+    assert tier.close(5.0)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import random
+from typing import Final
 
-from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable, UnsupportedError
+from kvstow.errors import SettingsError, UnsupportedError
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
-from kvstow.runtime import Clock, ThreadExecutor
+from kvstow.runtime import Clock, ThreadExecutor, run_within
 from kvstow.settings import Settings, format_size
 from kvstow.store.base import Store
 from kvstow.store.limit import WriteLimit
 from kvstow.store.redis import MAX_PART_BYTES, MIN_PART_BYTES, RedisOptions, Tls, parse_address
 from kvstow.store.retry import Retry
 from kvstow.tier import Tier
+
+START_S: Final = 10.0  # names may be resolved, Sentinels asked one by one, greetings answered byte by byte, for longer
 
 logger = logging.getLogger("kvstow")
 
@@ -48,10 +51,9 @@ def build_redis(
 
     own = Root(options.prefix.encode(), *root, clock, other_root) if root else None
     redis = RedisStore(options, clock, own)
-    try:
-        redis.ping()
-    except (StoreUnavailable, StoreRefused) as error:
-        logger.warning("Redis (%r) can't be used now, kvstow goes on without it: %s", options, error)
+    ended = run_within("redis-start", redis.ping, START_S)
+    if fault := ended[1] if ended else f"no answer within {START_S:g} s":
+        logger.warning("Redis (%r) can't be used now, kvstow goes on without it: %s", options, fault)
     if differs:
         redis.close()
         raise UnsupportedError(f"tier redis: {differs[0]}")
