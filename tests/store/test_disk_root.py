@@ -184,6 +184,16 @@ def test_c3_what_else_is_in_the_directory_is_no_rival(tmp_path: Path, there: byt
     assert B.runs(tmp_path)
 
 
+def test_c3_what_another_says_makes_no_line_of_the_log(tmp_path: Path) -> None:
+    folder = tmp_path / A.namespace.hex()
+    folder.mkdir(parents=True)
+    (folder / names.NAMESPACE_JSON).write_text(json.dumps({**A.fields, "block hash root": "x\n\x1b[2J" + "y" * 9999}))
+    with pytest.raises(UnsupportedError) as refusal:
+        B.start(tmp_path)
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 1000
+
+
 def test_c3_a_namespace_without_a_word_of_its_own_is_no_rival(tmp_path: Path) -> None:
     """Of a version that did not describe where hashes begin."""
     folder = tmp_path / A.namespace.hex()

@@ -20,5 +20,6 @@ def rivals(directory: Fd, own: Mapping[str, object], root: str) -> dict[str, str
         other = about(directory, name)
         differing = {field for field in own.keys() | other.keys() if own.get(field) != other.get(field)} - _OF_EACH
         if len(differing) == 1 and own.get(field := differing.pop()) == root and field in other:
-            found[name] = str(other[field])[:MAX_WORD]
+            word = str(other[field])[:MAX_WORD]
+            found[name] = word if word.isprintable() else repr(word)
     return found
