@@ -84,7 +84,7 @@ class Mount:
 
     def in_place(self) -> bool:
         """Whether the path still leads to this directory, and what ``attach`` made is still in it."""
-        needed = (names.lock_path(self.token), names.TMP, names.QUARANTINE)
+        needed = (names.LEDGER, names.TMP, names.QUARANTINE, names.lock_path(self.token))
         try:
             return _identity(os.stat(self.path)) == self.identity and None not in map(self.kind, needed)
         except OSError:
