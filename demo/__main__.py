@@ -186,6 +186,7 @@ def run(console: Console, *, kvstow: bool) -> int:
     (OUT / "demo.json").write_text(json.dumps(report(ram, disk, shared, device), indent=2) + "\n")
     console.print()
     console.print(table(ram, disk, shared, device))
+    console.print("The last line is vLLM's own cache while it still holds the prompt. With your vLLM: see README.md.")
     console.print(f"Results: {OUT / 'demo.json'}", f"Logs: {OUT}/demo-server-*.log", sep="\n", soft_wrap=True)
     for side, where in ((ram, "ram"), (disk, "disk"), (shared, "shared")):
         if not side.restored_tokens or not side.identical:

@@ -7,24 +7,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
-LAST_LINE_CHARACTERS = 70
+
+class Line:
+    """A step and how long it has taken, anew whenever it is drawn; in one line, whatever the terminal's width."""
+
+    def __init__(self, what: str) -> None:
+        self._started_s = time.monotonic()
+        self._what = what
+        self.detail = ""
+
+    def __str__(self) -> str:
+        return f"{self._what}  {time.monotonic() - self._started_s:4.0f} s"
+
+    def __rich__(self) -> Text:
+        return Text.assemble(f"{self}  ", (self.detail, "dim"), no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
 def step(console: Console, what: str) -> Iterator[Callable[[str], None]]:
     """Show ``what`` while the block runs; the yielded function shows a line of detail beside it."""
-    started = time.monotonic()
+    line = Line(what)
 
-    def elapsed() -> str:
-        return f"{time.monotonic() - started:4.0f} s"
+    def detail(text: str) -> None:
+        line.detail = text
 
-    with console.status(what) as status:
-
-        def detail(line: str) -> None:
-            status.update(f"{what}  {elapsed()}  [dim]{escape(line[:LAST_LINE_CHARACTERS])}[/dim]")
-
-        detail("")
+    with console.status(line):
         yield detail
-    console.print(f"  {what}  {elapsed()}", highlight=False)
+    console.print(f"  {line}", highlight=False)

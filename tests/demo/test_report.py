@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.spinner import Spinner
 
 import demo.__main__ as main
 from demo.client import Answer
+from demo.progress import Line
 from kvstow.testing.redis_server import program
 
 COLD = Answer("text", 6.0, 7.0, 2469)
@@ -49,3 +51,17 @@ def test_the_redis_is_on_loopback_and_gone_afterwards(tmp_path: Path, monkeypatc
         assert environment["KVSTOW_REDIS_URL"].startswith("redis://127.0.0.1:")
         assert (tmp_path / "redis").exists()
     assert not (tmp_path / "redis").exists()
+
+
+def test_progress_is_one_line_with_the_time_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("demo.progress.time.monotonic", lambda: now_s)
+    line, out = Line("Starting vLLM"), io.StringIO()
+    line.detail = "a [long] line of its log " * 9
+    console = Console(file=out, width=60)
+    for now_s in (100.0, 107.0):  # noqa: B007
+        console.print(Spinner("dots", line))  # as Console.status does
+    first, second = out.getvalue().splitlines()
+    assert "Starting vLLM     0 s  a [long] line" in first
+    assert "Starting vLLM     7 s  a [long] line" in second
+    assert max(len(first), len(second)) <= 60
