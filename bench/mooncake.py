@@ -2,8 +2,8 @@
 
 Master and lending process are on loopback, bytes go over TCP. The client alone is its ``get_into`` and ``put_from`` on
 registered slots, which wait in a busy loop: on few cores they hold up their own transfers, each run as it happens. The
-tier uses the client's ranged calls, which don't. It also asks for a value's length before it reads one, keeps deletes
-and reads of a key apart, and, reading, verifies the frame's checksum.
+tier uses the client's ranged calls, which don't. It also keeps deletes and reads of a key apart, makes sure that nothing
+follows the bytes that it reads, and verifies the frame's checksum.
 """
 
 from __future__ import annotations

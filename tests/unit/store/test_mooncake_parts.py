@@ -15,7 +15,7 @@ from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
 from kvstow.settings import Settings, parse
 from kvstow.settings.variables import set_defaults
-from kvstow.store.base import REJECTED, Done
+from kvstow.store.base import MISSING, REJECTED, Done
 from kvstow.store.mooncake import MooncakeOptions
 from kvstow.store.mooncake.store import MooncakeStore, _Use
 from kvstow.testing.manual import ManualClock
@@ -240,3 +240,32 @@ def test_a_write_that_could_not_be_taken_back_is_begun_anew() -> None:
     with pytest.raises(StoreUnavailable):
         put(client)
     assert (client.there, client.taken_back) == (NAMES[1:2], NAMES[:1])
+
+
+class _OnDisk:
+    """A client of a store that moved a value from memory to disk, which the ranged calls don't read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def register_buffer(self, address: int, length: int) -> int:
+        return 0
+
+    def get_into_ranges(self, at: Any, names: Any, to: Any, of: Any, sizes: Any) -> list[list[list[int]]]:
+        return [[[-702, -702]] for _ in names]
+
+    def batch_get_replica_desc(self, names: list[str]) -> dict[str, Any]:
+        return {}
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [int(name == NAMES[0]) for name in names]
+
+    def get_into(self, name: str, at: int, length: int) -> int:
+        return self.length if self.length <= length else -600
+
+
+@pytest.mark.parametrize(("length", "outcome"), [(4096, Done(4096)), (7, Done(7)), (4097, REJECTED)])
+def test_a_value_that_is_not_in_memory_is_read_all_the_same(length: int, outcome: Any) -> None:
+    store = MooncakeStore(MooncakeOptions("h:1", prefix=""), ManualClock(), lambda: (_OnDisk(length), None))
+    pool = memoryview(mmap.mmap(-1, 8192))
+    assert store.read([(KEYS[0], pool[:4096]), (KEYS[1], pool[4096:])]) == [outcome, MISSING]

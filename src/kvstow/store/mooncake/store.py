@@ -32,6 +32,7 @@ ALREADY_THERE: Final = (-705,)
 DOES_NOT_FIT: Final = (-600,)
 UNFINISHED: Final = (-600,)  # this client's own earlier write, which could not be taken back then
 FAILED: Final = -800  # the client's own code of a transfer that failed
+NOT_IN_MEMORY: Final = (-702,)
 ELSEWHERE: Final = -1
 REFUSED: Final = (-400, -601)  # keys or clients that the master will never take
 PAUSE_S: Final = 1.0  # nothing is written for so long after the store had no room
@@ -74,28 +75,56 @@ class MooncakeStore:
         client = self._connected()
         names = [self._options.name_of(key) for key, _ in items]
         outcomes: list[Outcome] = [MISSING] * len(items)
-        direct: list[tuple[int, _Place]] = []  # as many bytes as the value has
         with self._use.reading(names):
-            lengths = self._lengths(client, names)
-            for i, (_, buffer) in enumerate(items):
-                length, place = lengths.get(names[i]), self._registered.place(client, buffer)
-                if length is None:
-                    continue
-                if length > len(buffer):
-                    outcomes[i] = REJECTED
-                elif place is None or not length:
-                    outcomes[i] = self._read_copy(client, names[i], buffer)
-                elif length == ELSEWHERE:
-                    outcomes[i] = _read(client.get_into(names[i], place.address, place.length))
-                else:
-                    direct.append((i, _Place(place.address, length)))
-            if direct:
-                at, zeros = [place.address for _, place in direct], [[[0]]] * len(direct)
-                sizes = [[[place.length]] for _, place in direct]
-                got = client.get_into_ranges(at, [[names[i]] for i, _ in direct], zeros, zeros, sizes)
-                for (i, _), [[code]] in zip(direct, got, strict=True):
-                    outcomes[i] = MISSING if code in DOES_NOT_FIT else _read(code)  # written anew, and shorter
+            places = [self._registered.place(client, buffer) for _, buffer in items]
+            rest = [i for i, place in enumerate(places) if place is None]
+            rest += self._read_ranges(client, names, [(i, p) for i, p in enumerate(places) if p is not None], outcomes)
+            if rest:
+                self._read_rest(client, names, [(i, items[i][1], places[i]) for i in rest], outcomes)
         return outcomes
+
+    @staticmethod
+    def _read_ranges(
+        client: Any, names: Sequence[str], wanted: Sequence[tuple[int, _Place]], outcomes: list[Outcome]
+    ) -> list[int]:
+        """Fill whole places, and ask for a byte more, which a value that fits hasn't. Returns those that this can't
+        tell: the value is shorter, or not in memory."""
+        if not wanted:
+            return []
+        sizes = [place.length for _, place in wanted]
+        to, of = [[[0, 0]]] * len(wanted), [[[0, size]] for size in sizes]
+        at = [place.address for _, place in wanted]
+        got = client.get_into_ranges(at, [[names[i]] for i, _ in wanted], to, of, [[[size, 1]] for size in sizes])
+        unsure = []
+        for (i, _), [[code, beyond]] in zip(wanted, got, strict=True):
+            if code in DOES_NOT_FIT + NOT_IN_MEMORY:
+                unsure.append(i)
+            else:
+                outcomes[i] = REJECTED if beyond > 0 else _read(code)
+        return unsure
+
+    def _read_rest(
+        self,
+        client: Any,
+        names: Sequence[str],
+        wanted: Sequence[tuple[int, Buffer, _Place | None]],
+        outcomes: list[Outcome],
+    ) -> None:
+        lengths = self._lengths(client, [names[i] for i, _, _ in wanted])
+        exact = []
+        for i, buffer, place in wanted:
+            length = lengths.get(names[i])
+            if length is None:
+                continue
+            if length > len(buffer):
+                outcomes[i] = REJECTED
+            elif place is None or not length:
+                outcomes[i] = self._read_copy(client, names[i], buffer)
+            elif length == ELSEWHERE:
+                outcomes[i] = _read(client.get_into(names[i], place.address, place.length))
+            else:
+                exact.append((i, _Place(place.address, length)))
+        self._read_ranges(client, names, exact, outcomes)  # what is written anew meanwhile, and shorter, is missed
 
     def _lengths(self, client: Any, names: Sequence[str]) -> dict[str, int]:
         """Of the values that are there; ``ELSEWHERE`` where memory doesn't have it."""
