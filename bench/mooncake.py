@@ -2,7 +2,7 @@
 
 Master and lending process are on loopback, bytes go over TCP. The client alone is its ``get_into`` and ``put_from`` on
 registered slots, which wait in a busy loop: on few cores they hold up their own transfers, each run as it happens. The
-tier uses the client's ranged calls, which don't. It also keeps deletes and reads of a key apart, makes sure that nothing
+tier uses the client's ranged calls, which don't. It also keeps deletes and reads of a key apart, sees that nothing
 follows the bytes that it reads, and verifies the frame's checksum.
 """
 
