@@ -80,8 +80,9 @@ def _opt_outs(llm: Any) -> dict[str, int]:
 def _reset(llm: Any) -> dict[str, int]:
     tokens = prompt(2 * BLOCK + 1, seed=-2)
     run(llm, [tokens])
-    drain(llm)
-    assert scheduler_of(llm).reset_prefix_cache(reset_connector=True)
+    while llm.llm_engine.engine_core.engine_core.scheduler.has_requests():  # as docs/how-to/weight-updates.md says
+        llm.llm_engine.step()
+    assert llm.reset_prefix_cache(reset_connector=True)
     [after] = run(llm, [tokens])
     drain(llm)
     scheduler_of(llm).reset_prefix_cache()
