@@ -33,7 +33,7 @@ bench:  ## what kvstow costs and gains here, into out/bench.json (ARGS='--only c
 test-cuda:  ## the device suite, ordering and bandwidth on a CUDA device: at most 4 minutes, in the Python that runs it
 	@scripts/test-cuda.sh
 
-test-rbln:  ## vllm-rbln on an emulated NPU with our connector, 3 minutes (its environment is made beside .venv)
+test-rbln:  ## vllm-rbln on an emulated NPU with our connector, 4 minutes (its environment is made beside .venv)
 	@$(ENV) rbln
 	.venv-rbln/bin/python -m pytest tests/rbln/test_engine.py -m rbln $(ARGS)
 
