@@ -65,6 +65,7 @@ class Link:
 
     def __init__(self, pool: ConnectionPool, clock: Clock, timeout_s: float) -> None:
         self.pool = pool
+        self.era = 0  # of ``Links``
         with sensible("the server"):
             self._connection: Any = pool.get_connection()
         sock = self._connection._sock
@@ -114,40 +115,37 @@ class Links:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._idle: dict[ConnectionPool, list[Link]] = {}
-        self._lent: set[Link] = set()  # that may be kept when they come back
+        self._era = 0  # another begins when what is open may no longer be used
 
     def take(self, pool: ConnectionPool) -> Link:
         while True:
             with self._lock:
-                idle = self._idle.get(pool)
+                era, idle = self._era, self._idle.get(pool)
                 link = idle.pop() if idle else None
-                if link is None:
-                    break
-                self._lent.add(link)
+            if link is None:
+                break
             if link.quiet:  # asked without the lock: it gives the interpreter's away
                 return link
-            self.give_back(link, clean=False)
+            link.hang_up()
         link = Link(pool, self._clock, self._timeout_s)
-        with self._lock:
-            self._lent.add(link)
+        link.era = era
         return link
 
     def give_back(self, link: Link, *, clean: bool) -> None:
         """Not clean: replies may be unread."""
-        with self._lock:
-            keep = clean and link.wire.idle and link in self._lent
-            self._lent.discard(link)
-            if keep:
-                self._idle.setdefault(link.pool, []).append(link)
-        if not keep:
-            link.hang_up()
+        if clean and link.wire.idle:
+            with self._lock:
+                if link.era == self._era:
+                    self._idle.setdefault(link.pool, []).append(link)
+                    return
+        link.hang_up()
 
     def clear(self) -> None:
         """None of these is used again; those that are lent now neither, once they are back."""
         with self._lock:
             idle = [link for links in self._idle.values() for link in links]
             self._idle.clear()
-            self._lent.clear()
+            self._era += 1
         for link in idle:
             link.hang_up()
 

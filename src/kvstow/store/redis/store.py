@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from redis.exceptions import AskError, MovedError, ResponseError
 
@@ -51,6 +51,20 @@ FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 30.0
 
 
+class SetOptions(NamedTuple):
+    """What follows the value."""
+
+    words: int  # of the whole command
+    tail: bytes
+
+    @classmethod
+    def of(cls, *options: bytes) -> SetOptions:
+        return cls(3 + len(options), b"".join(b"\r\n$%d\r\n%s" % (len(o), o) for o in options) + b"\r\n")
+
+
+UNFINISHED: Final = SetOptions.of(b"PX", b"%d" % UNFINISHED_MS)
+
+
 class Fullness:
     """After the server had no room, nothing is sent for a while: 1 s, twice as long each time, at most 30 s."""
 
@@ -86,6 +100,7 @@ class RedisStore:
         self._links = Links(clock, options.timeout_s)
         self._fullness = Fullness(clock)
         self._lifetime: tuple[bytes, ...] = (b"PX", b"%d" % (options.ttl_s * 1000)) if options.ttl_s else ()
+        self._if_new = SetOptions.of(b"NX", *self._lifetime)
 
     def ping(self) -> None:
         """Raises ``StoreUnavailable`` or ``StoreRefused`` when the server can't be used now."""
@@ -236,7 +251,7 @@ class RedisStore:
         return Done(length) if stored else REJECTED
 
     def _write_whole(self, name: bytes, envelope: Envelope, spans: Sequence[Buffer], session: Session) -> bool:
-        return self._set(session, name, envelope.pack(), spans, (b"NX", *self._lifetime))
+        return self._set(session, name, envelope.pack(), spans, self._if_new)
 
     def _write_parts(self, name: bytes, envelope: Envelope, spans: Sequence[Buffer], session: Session) -> bool:
         """The envelope last. Until then the parts have a lifetime, so that those of a dead writer go away."""
@@ -245,7 +260,7 @@ class RedisStore:
         names = envelope.names(name)
         for i, (part, length) in enumerate(zip(names, envelope.part_lengths(self._options.part_bytes), strict=True)):
             pieces = cut(spans, i * self._options.part_bytes, length)
-            self._set(session, part, b"", pieces, (b"PX", b"%d" % UNFINISHED_MS))
+            self._set(session, part, b"", pieces, UNFINISHED)
         [stored] = session.ask([name], [("SET", name, envelope.pack(), "NX", *self._lifetime)])
         if not stored:
             session.ask(names, [("UNLINK", part) for part in names])
@@ -256,16 +271,15 @@ class RedisStore:
 
     @staticmethod
     def _set(
-        session: Session, name: bytes, begins: bytes, spans: Sequence[Buffer], options: Sequence[bytes]
+        session: Session, name: bytes, begins: bytes, spans: Sequence[Buffer], options: SetOptions
     ) -> bool:
         """False: it is there already."""
         size = len(begins) + sum(map(len, spans))
-        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n%s" % (3 + len(options), len(name), name, size, begins)
-        tail = b"".join([b"\r\n$%d\r\n%s" % (len(word), word) for word in options]) + b"\r\n"
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n%s" % (options.words, len(name), name, size, begins)
         wire = session.link(name).wire
         try:
             wire.begin()
-            wire.send([head, *spans, tail])
+            wire.send([head, *spans, options.tail])
             return wire.stored()
         except MovedError:
             raise
@@ -276,7 +290,7 @@ class RedisStore:
             wire = there.wire
         try:
             wire.begin()
-            wire.send([ASKING, head, *spans, tail])
+            wire.send([ASKING, head, *spans, options.tail])
             return wire.stored() and wire.stored()
         except MovedError:
             raise
