@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvstow.testing.faults import unavailable
 from tests.engine_contract.scenario import Traffic, random_failures, random_shape
 from tests.engine_contract.seeds import seeds
 from tests.engine_contract.sim import prompt
@@ -91,9 +92,11 @@ def test_roles(role: str) -> None:
     driver.close()
 
 
-def test_a_request_without_room_lets_those_pass_whose_loads_keep_it() -> None:
+@pytest.mark.parametrize("found", [True, False])
+def test_a_request_without_room_lets_those_pass_whose_loads_keep_it(found: bool) -> None:
     """vLLM 0.30 asks in order, and goes no further than to the first request that has no room. Here that one waited for
-    a lower tier while two behind it were loaded, and each of the three takes 40 % of the blocks."""
+    a lower tier, which gives it what it has or not, while two behind it were loaded; each of the three takes 40 % of
+    the blocks."""
     shape = Shape(num_blocks=26, batched_tokens=256, prefix_caching=False, lower_tier=True, pool_slots=64)
     driver = Driver(shape, fetch_deadline_s=10.0)
     prompts = [prompt(170, seed) for seed in range(3)]
@@ -105,6 +108,9 @@ def test_a_request_without_room_lets_those_pass_whose_loads_keep_it() -> None:
     for lease in engine.hold("", driver.stack.keys(driver.requests["stored0"])):
         engine._index.drop(lease)
         lease.release()
+    if not found:
+        assert driver.stack.store is not None
+        driver.stack.store.faults.append(unavailable("read"))
     for i, tokens in enumerate(prompts):
         driver.add(f"r{i}", tokens, 4)
     driver.step()
@@ -112,5 +118,5 @@ def test_a_request_without_room_lets_those_pass_whose_loads_keep_it() -> None:
     assert waiting == ["WAITING", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_REMOTE_KVS"]
     driver.run()
     driver.settle()
-    assert driver.stack.workers[0].device.loads == 3
+    assert driver.stack.workers[0].device.loads == 2 + found
     driver.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,21 +12,29 @@ from tests.engine_contract.scenario import Traffic, random_failures, random_shap
 from tests.engine_contract.seeds import seeds
 from tests.engine_contract.wild import Wild, make_adapters, random_settings
 
-REQUESTS = 18
+REQUESTS = 24
 MOST_STEPS = 8000
+BATCH = 15
 
 
 def run_seed(seed: int, adapters: list[str], **fixed: Any) -> Wild:
     """One engine's life; what is random is decided here, in this order."""
     rng = random.Random(seed)
-    shape = random_shape(rng, lower_tier=False, **fixed)
+    little = {
+        "pool_slots": rng.choice((4, 8, 16, 64)), "prefix_caching": rng.random() < 0.3,
+        "blocks_per_chunk": rng.choice((1, 1, 2)),
+    }  # fmt: skip
+    shape = random_shape(rng, lower_tier=False, **{**little, **fixed})
     settings = random_settings(rng, shape)
+    if settings.drafts:  # then vLLM takes a step's ends before it saves; EAGLE fills a last position a step late
+        shape = replace(shape, defer_save=True, lookahead=rng.choice((0, 1)))
     chance = rng.choice((0.0, 0.0, 0.1))
     driver = Wild(
         shape, seed, settings, adapters[: settings.adapters], fails=random_failures(rng, chance)
     )
     traffic = Traffic(rng, shape, min(220, (shape.num_blocks - 2) * shape.block - 40))
     aborts, resets, sleeps = rng.choice((0.0, 0.03)), rng.choice((0.0, 0.0, 0.02)), rng.choice((0.0, 0.0, 0.01))
+    forgets = rng.choice((0.0, 0.05, 0.2))
     pace, speed = rng.choice((0.1, 0.4, 1.0)), rng.choice((0.2, 0.5, 1.0))
     added = asleep = 0
 
@@ -51,6 +60,8 @@ def run_seed(seed: int, adapters: list[str], **fixed: Any) -> Wild:
             asleep -= 1
             if asleep == 0:
                 driver.resume()
+        if rng.random() < forgets:
+            driver.forget_the_pool()
         driver.release(0.05)
         driver.stack.work(speed)
         driver.step(disturb)
@@ -65,6 +76,16 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return make_adapters(tmp_path_factory.mktemp("adapters"))
 
 
-@pytest.mark.parametrize("seed", seeds(30))
-def test_random(seed: int, adapters: list[str]) -> None:
-    run_seed(seed, adapters).close()
+@pytest.mark.parametrize("batch", seeds(2))
+def test_random(batch: int, adapters: list[str]) -> None:
+    loads = fetched = hung = 0
+    for seed in range(batch * BATCH, (batch + 1) * BATCH):
+        try:
+            driver = run_seed(seed, adapters)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        loads += driver.stack.workers[0].device.loads
+        fetched += sum(driver.stack.totals["counters"].get(f"loaded_chunks|t{i}", 0) for i in range(3))
+        hung += sum(executor.hung for executor in driver.hanging)
+        driver.close()
+    assert min(loads, fetched, hung) > 0, "a connector that does nothing would pass"

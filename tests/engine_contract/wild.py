@@ -213,8 +213,8 @@ def random_settings(rng: random.Random, shape: Shape) -> Settings:
         priorities=rng.random() < 0.5 and not shape.prefix_caching and SAVES_ON_EMPTY,
         adapters=rng.choice((0, 0, 2)),
         pages=rng.choice(("plain", "plain", "mixed")),
-        tiers=rng.choice((0, 1, 2, 3)),
-        tier_faults=rng.choice((0.0, 0.0, 0.05, 0.3)),
+        tiers=rng.choice((0, 1, 2, 2, 3)),
+        tier_faults=rng.choice((0.0, 0.0, 0.02, 0.1, 0.3)),
         tier_hangs=rng.choice((0.0, 0.0, 0.1)),
         codec=rng.random() < 0.3,
         paced=rng.random() < 0.5,
@@ -299,11 +299,12 @@ class Wild(Driver):
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add_any(self, req_id: str, prompt: Sequence[int], max_tokens: int, options: dict[str, Any]) -> Request:
-        """A request of a random kind; ``truth`` is what each position of its prompt stands for."""
-        rng, kwargs = self.rng, dict(options)
+        """A request of a random kind, the same for prompts that begin alike; ``truth`` is what each position of its
+        prompt stands for."""
+        rng, kwargs = random.Random(str(prompt[:4])), dict(options)
         truth = list(prompt)
         if self.settings.priorities:
-            kwargs["priority"] = rng.randrange(3)
+            kwargs["priority"] = self.rng.randrange(3)
         if self.adapters and rng.random() < 0.5:
             kwargs["lora"] = rng.choice(self.adapters)
         if self.settings.pages == "mixed":
@@ -357,6 +358,15 @@ class Wild(Driver):
 
     def resume(self) -> None:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def forget_the_pool(self) -> None:
+        """Everything is evicted that can be; what lower tiers have stays there."""
+        index = self.stack.engine._index
+        for key in [key for key in index._resident if index._evictable(key)]:
+            lease = index.pin(key)
+            assert lease is not None
+            index.drop(lease)
+            lease.release()
 
     def release(self, chance: float) -> None:
         for executor in self.hanging:

@@ -67,7 +67,7 @@ class SchedulerSide:
         self._taint = None if engine.exact or not stores else Taint(rules)
         self._times = StepTimes(engine, clock)
         self._next_meta = StepMeta()
-        self._offered = False  # a hit was answered in this step, and its request not admitted
+        self._answered = False  # a request was, in this step, and not admitted
         self._refused = 0  # steps of which that was all
         self._resets = 0
         self._started_s = clock.monotonic()
@@ -81,6 +81,14 @@ class SchedulerSide:
 
         Asked on every step while the request waits, so idempotent and cheap.
         """
+        tokens, asynchronous = self._matched(request, computed_tokens)
+        if tokens is None:
+            return None, False
+        # vLLM 0.30 admits nobody behind a request that has no room, even one whose load keeps that room: let it pass.
+        self._answered = True
+        return (None, False) if self._refused % 2 else (tokens, asynchronous)
+
+    def _matched(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             lora = request.lora_request
@@ -99,11 +107,7 @@ class SchedulerSide:
         extra = found.chunks * chunk - computed_tokens
         if self._rules.lookahead:
             extra -= chunk
-        if extra <= 0:
-            return 0, False
-        # vLLM 0.30 admits nobody behind a request that has no room, even one whose load keeps that room: let it pass.
-        self._offered = True
-        return (None, False) if self._refused % 2 else (extra, True)
+        return (extra, True) if extra > 0 else (0, False)
 
     def _starting(self) -> bool:
         return not self._broken and self._clock.monotonic() - self._started_s < JOB_DEADLINE_S
@@ -140,10 +144,10 @@ class SchedulerSide:
     def update_state_after_alloc(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         """vLLM's hook: ``external_tokens`` after the local hit are to be loaded into ``block_ids`` (all blocks of the
         request, in order). 0 means that nothing is loaded, whatever was answered before."""
+        self._answered = False
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
-        self._offered = False
         tracked.sources = self._sources(request.request_id, external_tokens)
         self._count_lookup(tracked)
         if external_tokens == 0:
@@ -226,8 +230,8 @@ class SchedulerSide:
             if self._stores:
                 self._offer_new(output)
                 self._offer_cached(output)
-        stalled = self._offered and not output.total_num_scheduled_tokens and not self._jobs
-        self._offered, self._refused = False, self._refused + 1 if stalled else 0
+        stalled = self._answered and not output.total_num_scheduled_tokens and not self._jobs
+        self._answered, self._refused = False, self._refused + 1 if stalled else 0
         meta, self._next_meta = self._next_meta, StepMeta()
         meta.preempted = set(output.preempted_req_ids or ())
         meta.has_forward = output.total_num_scheduled_tokens > 0
