@@ -305,6 +305,25 @@ def test_a2_a_thread_interrupted_anywhere_leaves_no_half_read_reply_to_others(
     store.close()
 
 
+def test_k1_connections_that_fail_at_once_are_given_back(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """redis-py lends 100 at most."""
+    fails = iter(range(150))
+
+    class Failing(wire.Wire):
+        def __init__(self, *arguments: Any) -> None:
+            if next(fails, None) is not None:
+                raise OSError("the descriptor is gone")
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(session, "Wire", Failing)
+    store = open_store(server.url, prefix=PREFIX)
+    for _ in range(150):
+        with pytest.raises(StoreUnavailable, match="the descriptor is gone"):
+            store.contains([make_key(0)])
+    assert store.contains([make_key(0)]) == [False]
+    store.close()
+
+
 def test_k1_a_rotated_password_is_unavailable_until_it_is_known_and_never_shown(server: RedisServer) -> None:
     server.ask("ACL", "SETUSER", "engine", "on", "resetpass", f">{SECRET}", "~*", "+@all")
     store = open_store(f"redis://engine:{SECRET}@{HOST}:{server.port}", prefix=PREFIX)

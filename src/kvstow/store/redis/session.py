@@ -68,10 +68,14 @@ class Link:
         self.era = 0  # of ``Links``
         with sensible("the server"):
             self._connection: Any = pool.get_connection()
-        sock = self._connection._sock
-        self.wire = Wire(sock, self._connection._parser.parse_error, clock, timeout_s)
-        self._readable = select.poll()
-        self._readable.register(sock, select.POLLIN)
+            try:
+                sock = self._connection._sock
+                self.wire = Wire(sock, self._connection._parser.parse_error, clock, timeout_s)
+                self._readable = select.poll()
+                self._readable.register(sock, select.POLLIN)
+            except BaseException:
+                self.hang_up()  # else the pool has one less for good
+                raise
 
     @property
     def quiet(self) -> bool:
