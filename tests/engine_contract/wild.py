@@ -40,6 +40,7 @@ from kvstow.testing.paced import PacedClock, PacedExecutor, PacedStore
 from kvstow.testing.sim_pages import mix
 from kvstow.testing.sim_worker import SimWorker
 from kvstow.tier import Tier, TierLimits
+from kvstow.transfer.judge import EXPLORE_LIMIT_S
 from tests.engine_contract.stack import SAVES_ON_EMPTY, Shape
 from tests.engine_contract.vllm_scheduler import Driver
 
@@ -380,6 +381,8 @@ class Wild(Driver):
         super().settle(chance)
 
     def check_idle(self) -> None:
+        self.stack.clock.advance(EXPLORE_LIMIT_S)  # what is read for nobody is forgotten then, at the next step
+        self.stack.engine.poll()
         super().check_idle()
         engine = self.stack.engine
         assert not engine._fetches._flights, "flights without owners"
