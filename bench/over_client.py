@@ -19,7 +19,7 @@ from kvstow.runtime import ThreadExecutor
 from kvstow.store.base import Done, Store
 
 SIZES_MIB: Final = (1, 4, 32)
-ROUND_BYTES: Final = 128 << 20
+ROUND_BYTES: Final = 512 << 20  # four chunks a thread of the largest, so that the checks of some overlap with others
 DEPTH: Final = 4
 FIRST_ROUNDS_DROPPED: Final = 1  # connections made, memory taken from the system
 NAMESPACE: Final = Namespace.from_fields({"made by": "bench"})
