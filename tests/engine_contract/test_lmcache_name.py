@@ -114,9 +114,24 @@ def test_c1_a_random_root_hash_with_a_tier_of_lmcaches_is_a_runtime_error(monkey
     monkeypatch.setattr(start, "block_geometry", lambda *_: None)
     one = config()
     one.cache_config = SimpleNamespace(prefix_caching_hash_algo="xxhash")
+    one.scheduler_config = SimpleNamespace(policy="fcfs")
     nothing: Any = None
     with pytest.raises(RuntimeError, match="PYTHONHASHSEED"):
         start.prepare_scheduler(one, nothing)
     monkeypatch.delenv("LMCACHE_REMOTE_URL")
     start.prepare_scheduler(one, nothing)
     assert one.kv_transfer_config.kv_load_failure_policy == "recompute", "the blocks as they are recompute failed loads"
+
+
+@pytest.mark.parametrize(("policy", "caching"), [("priority", True), ("priority", False), ("fcfs", True)])
+def test_priorities_with_prefix_caching_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, policy: str, caching: bool
+) -> None:
+    monkeypatch.setattr(start, "block_geometry", lambda *_: None)
+    one = config()
+    one.scheduler_config = SimpleNamespace(policy=policy)
+    one.cache_config = SimpleNamespace(enable_prefix_caching=caching)
+    nothing: Any = None
+    with caplog.at_level(logging.WARNING, "kvstow"):
+        start.prepare_scheduler(one, nothing)
+    assert ("blocks it never computed" in caplog.text) is (policy == "priority" and caching)

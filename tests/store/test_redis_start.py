@@ -33,7 +33,9 @@ def prepare(monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: str | None, e
         kv_connector="KVStowConnector", kv_connector_extra_config={}, kv_load_failure_policy="recompute"
     )
     cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
-    start.prepare_scheduler(SimpleNamespace(kv_transfer_config=transfer, cache_config=cache), None)
+    scheduler = SimpleNamespace(policy="fcfs")
+    config = SimpleNamespace(kv_transfer_config=transfer, cache_config=cache, scheduler_config=scheduler)
+    start.prepare_scheduler(config, None)
 
 
 @pytest.mark.parametrize("seed", [None, "random"])

@@ -135,6 +135,8 @@ def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
         logger.info("kv_load_failure_policy is set to recompute: a chunk that cannot be restored is computed again")
+    if vllm_config.scheduler_config.policy == "priority" and vllm_config.cache_config.enable_prefix_caching:
+        logger.warning("Priorities with prefix caching: vLLM may reuse blocks it never computed. Use one of the two.")
 
 
 def scheduler_side(
