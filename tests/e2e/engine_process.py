@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import pytest
 
 from tests.e2e.harness import BLOCK
+
+S = TypeVar("S")
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_S = 240.0
@@ -74,6 +81,29 @@ class EngineProcess:
         self._process.kill()
         self._process.wait()
         self._answers.close()
+
+
+def told_once(name: str, tell: Callable[[Path], S]) -> Callable[[], S]:
+    """What ``tell`` makes in a folder, told once; also when it fails, which takes as long: then the folder stays."""
+
+    @functools.cache
+    def once() -> S | Exception:
+        folder = Path(tempfile.mkdtemp(prefix=f"kvstow-{name}-"))
+        try:
+            told = tell(folder)
+        except Exception as error:
+            error.add_note(f"logs are in {folder}")
+            return error
+        shutil.rmtree(folder)
+        return told
+
+    def story() -> S:
+        told = once()
+        if isinstance(told, Exception):
+            pytest.fail("\n".join([repr(told), *told.__notes__]))
+        return told
+
+    return story
 
 
 def tokens(seen: dict[str, Any]) -> list[list[int]]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstow.testing.mooncake_server import MooncakeServer, missing
-from tests.e2e.engine_process import ALL_TOKENS, CHUNKS, PROMPTS, TRIES, EngineProcess, cached, counted, tokens
+from tests.e2e.engine_process import (
+    ALL_TOKENS,
+    CHUNKS,
+    PROMPTS,
+    TRIES,
+    EngineProcess,
+    cached,
+    counted,
+    tokens,
+    told_once,
+)
 
 pytestmark = [
     pytest.mark.e2e,
@@ -55,23 +62,7 @@ class Story:
                 return
 
 
-@functools.cache
-def _story() -> Story | str:
-    """Told once; also when it fails, which takes as long."""
-    folder = Path(tempfile.mkdtemp(prefix="kvstow-mooncake-"))
-    try:
-        told = Story(folder)
-    except Exception as error:
-        return f"{error!r}; logs are in {folder}"
-    shutil.rmtree(folder)
-    return told
-
-
-def story() -> Story:
-    told = _story()
-    if isinstance(told, str):
-        pytest.fail(told)
-    return told
+story = told_once("mooncake", Story)
 
 
 def test_what_one_engine_stored_another_hits_and_says_the_same() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,18 @@ import pytest
 pytest.importorskip("redis")
 
 from kvstow.testing.redis_server import RedisServer, program
-from tests.e2e.engine_process import ALL_TOKENS, CHUNKS, NEW, PROMPTS, TRIES, EngineProcess, cached, counted, tokens
+from tests.e2e.engine_process import (
+    ALL_TOKENS,
+    CHUNKS,
+    NEW,
+    PROMPTS,
+    TRIES,
+    EngineProcess,
+    cached,
+    counted,
+    tokens,
+    told_once,
+)
 
 pytestmark = [
     pytest.mark.e2e,
@@ -88,23 +97,7 @@ class Story:
                 return
 
 
-@functools.cache
-def _story() -> Story | str:
-    """Told once; also when it fails, which takes as long."""
-    folder = Path(tempfile.mkdtemp(prefix="kvstow-shared-"))
-    try:
-        told = Story(folder)
-    except Exception as error:
-        return f"{error!r}; logs are in {folder}"
-    shutil.rmtree(folder)
-    return told
-
-
-def story() -> Story:
-    told = _story()
-    if isinstance(told, str):
-        pytest.fail(told)
-    return told
+story = told_once("shared", Story)
 
 
 def test_what_one_engine_stored_another_hits_and_says_the_same() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
 from itertools import cycle
@@ -17,7 +14,17 @@ import pytest
 pytest.importorskip("obstore")
 
 from kvstow.testing.object_server import ObjectServer, Reply, Request
-from tests.e2e.engine_process import ALL_TOKENS, CHUNKS, PROMPTS, TRIES, EngineProcess, cached, counted, tokens
+from tests.e2e.engine_process import (
+    ALL_TOKENS,
+    CHUNKS,
+    PROMPTS,
+    TRIES,
+    EngineProcess,
+    cached,
+    counted,
+    tokens,
+    told_once,
+)
 from tests.e2e.shared_engine import POOL_CHUNKS
 
 pytestmark = [
@@ -95,23 +102,7 @@ class Story:
             self.server.objects[name] = value[:-100] + bytes([value[-100] ^ 0xFF]) + value[-99:]
 
 
-@functools.cache
-def _story() -> Story | str:
-    """Told once; also when it fails, which takes as long."""
-    folder = Path(tempfile.mkdtemp(prefix="kvstow-objects-"))
-    try:
-        told = Story(folder)
-    except Exception as error:
-        return f"{error!r}; logs are in {folder}"
-    shutil.rmtree(folder)
-    return told
-
-
-def story() -> Story:
-    told = _story()
-    if isinstance(told, str):
-        pytest.fail(told)
-    return told
+story = told_once("objects", Story)
 
 
 def test_what_left_the_pool_is_restored_from_the_store() -> None:

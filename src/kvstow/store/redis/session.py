@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import redis
 from redis.connection import ConnectionPool
@@ -25,6 +25,8 @@ from kvstow.store.redis.servers import Servers, sensible
 from kvstow.store.redis.wire import Reply, Wire
 
 Command = tuple[Any, ...]
+R = TypeVar("R")
+W = TypeVar("W")
 
 ASKING: Final = ("ASKING",)
 BATCH: Final = 1000  # commands in flight: their replies fit into a socket's buffers, so that neither side blocks
@@ -60,6 +62,21 @@ def is_wrong_type(error: ResponseError) -> bool:
     return str(error).startswith("WRONGTYPE")
 
 
+def answer(take: Callable[[], R], wrong_type: W) -> R | W | AskError:
+    """What ``take`` takes of the wire, as far as it is of its own name: an ``AskError`` says where else to ask, and
+    what is no string is ``wrong_type``. Raises other error replies."""
+    try:
+        return take()
+    except MovedError:
+        raise
+    except AskError as error:
+        return error
+    except ResponseError as error:
+        if is_wrong_type(error):
+            return wrong_type
+        raise
+
+
 class Link:
     """One of redis-py's connections, lent by ``pool`` to one thread at a time."""
 
@@ -90,20 +107,8 @@ class Link:
             batch = commands[start : start + BATCH]
             self.wire.begin()
             self.wire.send([b"".join(self._connection.pack_commands(batch))])
-            replies += [self._reply() for _ in batch]
+            replies += [answer(self.wire.reply, None) for _ in batch]
         return replies
-
-    def _reply(self) -> Reply | AskError:
-        try:
-            return self.wire.reply()
-        except MovedError:
-            raise
-        except AskError as error:
-            return error
-        except ResponseError as error:
-            if is_wrong_type(error):
-                return None
-            raise
 
     def hang_up(self) -> None:
         """And give it back: it is connected again when it is lent next."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
-from redis.exceptions import AskError, MovedError, ResponseError
+from redis.exceptions import AskError, MovedError
 
 from kvstow.errors import StoreUnavailable
 from kvstow.key import ChunkKey
@@ -36,8 +36,8 @@ from kvstow.store.redis.session import (
     Links,
     ServerFull,
     Session,
+    answer,
     as_store_error,
-    is_wrong_type,
 )
 from kvstow.store.redis.wire import Passing, Wire
 
@@ -381,14 +381,5 @@ def _take_part(wire: Wire, buffer: Buffer, passing: Passing) -> int | AskError:
 def _bulk(wire: Wire) -> int | Missing | Rejected | AskError:
     """Head of a reply of GET."""
     wire.begin()
-    try:
-        length = wire.bulk()
-    except MovedError:
-        raise
-    except AskError as error:
-        return error
-    except ResponseError as error:
-        if is_wrong_type(error):
-            return REJECTED
-        raise
+    length = answer(wire.bulk, REJECTED)
     return MISSING if length is None else length
