@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -57,11 +58,6 @@ def as_store_error(error: Exception) -> StoreError:
     return StoreRefused(text) if isinstance(error, ResponseError) and not transient else StoreUnavailable(text)
 
 
-def is_wrong_type(error: ResponseError) -> bool:
-    """A name of ours is a list, a set, …: somebody else's."""
-    return str(error).startswith("WRONGTYPE")
-
-
 def answer(take: Callable[[], R], wrong_type: W) -> R | W | AskError:
     """What ``take`` takes of the wire, as far as it is of its own name: an ``AskError`` says where else to ask, and
     what is no string is ``wrong_type``. Raises other error replies."""
@@ -72,7 +68,7 @@ def answer(take: Callable[[], R], wrong_type: W) -> R | W | AskError:
     except AskError as error:
         return error
     except ResponseError as error:
-        if is_wrong_type(error):
+        if str(error).startswith("WRONGTYPE"):  # a name of ours is a list, a set, …: somebody else's
             return wrong_type
         raise
 
@@ -85,14 +81,13 @@ class Link:
         self.era = 0  # of ``Links``
         with sensible("the server"):
             self._connection: Any = pool.get_connection()
-            try:
+            with ExitStack() as failed:
+                failed.callback(self.hang_up)  # else the pool has one less for good
                 sock = self._connection._sock
                 self.wire = Wire(sock, self._connection._parser.parse_error, clock, timeout_s)
                 self._readable = select.poll()
                 self._readable.register(sock, select.POLLIN)
-            except BaseException:
-                self.hang_up()  # else the pool has one less for good
-                raise
+                failed.pop_all()
 
     @property
     def quiet(self) -> bool:
