@@ -323,6 +323,19 @@ def test_settings_that_vllm_would_not_start_with(
     assert said in rows(out)["settings"]["found"]
 
 
+@pytest.mark.usefixtures("fits")
+@pytest.mark.parametrize("name", ["lossless", "raw"])
+def test_a_codec_needs_its_libraries(kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(command.disk, "check_path", lambda *_: [])
+    for module in [each for each in sys.modules if each.startswith("kvstow.codec")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    env = {"KVSTOW_DISK_PATHS": "/x", "KVSTOW_DISK_SIZE": "1GB", "KVSTOW_DISK_CODEC": name}
+    code, out, _ = kvstow("doctor", "--json", env=env)
+    missing = "disk.codec is lossless, and its libraries aren't installed: pip install 'kvstow[codec]'"
+    assert (missing in rows(out)["settings"]["found"], code) == (name == "lossless", int(name == "lossless"))
+
+
 @pytest.mark.usefixtures("fits", "small_sample")
 def test_direct_storage_needs_no_pool_and_its_disk_is_looked_at(kvstow: Kvstow, tmp_path: Path) -> None:
     env = {"KVSTOW_DIRECT_ENGINE": "file", "KVSTOW_DIRECT_PATH": str(tmp_path), "KVSTOW_DIRECT_SIZE": "1GB"}

@@ -1,5 +1,6 @@
 """The composition root: settings in, engine out. The only package that knows every concrete part."""
 
+from kvstow.build.codec import codec_names
 from kvstow.build.direct import build_direct, check_direct, direct_executor, file_media, load_rds, rds_media
 from kvstow.build.disk import build_disk
 from kvstow.build.engine import adapter_executor, build_engine, check, chunk_layout, copy_executor, touch_executor
@@ -23,6 +24,7 @@ __all__ = [
     "check",
     "check_direct",
     "chunk_layout",
+    "codec_names",
     "copy_executor",
     "direct_executor",
     "file_media",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvstow.errors import SettingsError, UnsupportedError
@@ -17,32 +18,42 @@ if TYPE_CHECKING:
 EXTRA = ("numpy", "backports")  # what the extra installs
 
 
-def coders(
-    settings: Settings, tiers: Sequence[str], layout: ChunkLayout, shapes: Sequence[Sequence[KVShape]]
-) -> Mapping[str, Coder | None]:
-    """Of each tier, by its section's name. ``shapes[g][s]`` is what the KV of shard ``s`` of group ``g`` is.
+def codec_names(settings: Settings, tiers: Iterable[str]) -> dict[str, str] | None:
+    """Each tier's codec; None: none can be had, nor is any wanted.
 
-    Raises ``SettingsError`` where a codec's libraries are not installed, ``UnsupportedError`` where it does not suit
-    the KV.
+    Raises ``SettingsError`` where a codec's libraries are not installed.
     """
-    coded = [tier for tier in tiers if hasattr(getattr(settings, tier, None), "codec")]
-    names = dict.fromkeys(tiers, RAW) | {tier: getattr(settings, tier).codec for tier in coded}
-    return {tier: _coder(tier, name, layout, shapes) for tier, name in names.items()}
-
-
-def _coder(tier: str, name: str, layout: ChunkLayout, shapes: Sequence[Sequence[KVShape]]) -> Coder | None:
-    """A raw tier has one too, to read what was coded when the setting was another; None: it can't."""
+    names = {tier: getattr(getattr(settings, tier, None), "codec", RAW) for tier in tiers}
     try:
-        from kvstow.codec import choose
-        from kvstow.codec.frames import FrameCoder
+        import_module("kvstow.codec.choose")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in EXTRA:
             raise
-        if name == RAW:
-            return None
-        raise SettingsError(
-            f"{tier}.codec is {name}, and its libraries aren't installed: pip install 'kvstow[codec]'"
-        ) from error
+        for tier, name in names.items():
+            if name != RAW:
+                raise SettingsError(
+                    f"{tier}.codec is {name}, and its libraries aren't installed: pip install 'kvstow[codec]'"
+                ) from error
+        return None
+    return names
+
+
+def coders(
+    settings: Settings, tiers: Sequence[str], layout: ChunkLayout, shapes: Sequence[Sequence[KVShape]]
+) -> Mapping[str, Coder | None]:
+    """Of each tier, by its section's name; a raw one has one too, to read what was coded when the setting was another.
+    ``shapes[g][s]`` is what the KV of shard ``s`` of group ``g`` is.
+
+    Raises what ``codec_names`` does, ``UnsupportedError`` where a codec does not suit the KV.
+    """
+    names = codec_names(settings, tiers)
+    return dict.fromkeys(tiers) if names is None else {t: _coder(t, name, layout, shapes) for t, name in names.items()}
+
+
+def _coder(tier: str, name: str, layout: ChunkLayout, shapes: Sequence[Sequence[KVShape]]) -> Coder:
+    from kvstow.codec import choose
+    from kvstow.codec.frames import FrameCoder
+
     try:
         return FrameCoder(choose.codec(name), layout, shapes, choose.known)
     except UnsupportedError as error:

@@ -23,6 +23,7 @@ def conflicts(effective: Effective) -> Iterator[SettingsError]:
     checks: dict[str, Callable[[], object]] = {
         "disk": lambda: check_disk(settings, 0),
         "plugins": lambda: build.asked_for(settings),
+        "codec": lambda: build.codec_names(settings, build.asked_for(settings)),
         "direct": lambda: build.check_direct(settings),
         "direct.path": lambda: settings.direct.engine == "file" and build.direct.choose(settings),
         "integrity_key_file": lambda: build.integrity_key(settings),
