@@ -311,6 +311,10 @@ def test_a_file_on_a_mount_that_hangs_is_not_waited_for(kvstow: Kvstow, monkeypa
         ({"KVSTOW_DISK_PATHS": "/x"}, "disk.paths is set and disk.size is not"),
         ({"KVSTOW_REDIS_URL": "http://h"}, "redis.url: expected a URL that begins with redis://"),
         ({"KVSTOW_MOONCAKE_MASTER": "nonsense"}, "mooncake.master: expected host:port"),
+        (
+            {"KVSTOW_OBJECTS_URL": "s3://b", "KVSTOW_OBJECTS_ENDPOINT": "http://127.0.0.1:99999"},
+            "objects.endpoint: expected https://host or https://host:port",
+        ),
         ({"KVSTOW_PLUGINS_STORES": "1"}, "plugins.stores: '1' is no name"),
     ],
 )

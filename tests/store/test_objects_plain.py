@@ -14,6 +14,7 @@ import pytest
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
 from kvstow.store.base import MISSING, Done
 from kvstow.store.objects.options import Bucket, ObjectsOptions
+from kvstow.testing.manual import ManualClock
 from kvstow.testing.object_server import ObjectServer, Reply, Request
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.store.objects_rig import BUCKET, PART_BYTES, as_user, open_store
@@ -177,6 +178,57 @@ def test_nobody_else_is_asked_who_the_store_says(server: ObjectServer, store: An
     assert not other.requests
     assert len(server.requests) == 1
     other.stop()
+
+
+def test_what_cannot_be_signed_is_read_by_the_client(
+    server: ObjectServer, store: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")  # obstore's own: its requests need no credentials then
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    other = open_store(URL, endpoint=server.url, say=said.append, timeout_s=PATIENT_S)
+    for i, length in enumerate((SMALL, LARGE)):
+        assert read_one(other, make_key(i), length) == (Done(length), value_of(i, length))
+    other.close()
+    assert len(said) == 1
+
+
+def test_parts_are_not_asked_for_of_a_server_that_hangs_up_after_each(
+    server: ObjectServer, said: list[str], store: Any
+) -> None:
+    def once(request: Request) -> Reply | None:
+        reply = server._read(request, server.objects[request.path])
+        return reply._replace(headers={**reply.headers, "Connection": "close"})
+
+    server.hook = plainly(once)
+    one_by_one = open_store(URL, endpoint=server.url, say=said.append, timeout_s=PATIENT_S, parallel=1)
+    for _ in range(2):
+        assert read_one(one_by_one, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
+    one_by_one.close()
+    assert len(said) == 1
+    assert len([request for request in server.requests if signed(request)]) == 1
+
+
+@pytest.mark.parametrize(("each_s", "ends"), [(8.0, True), (14.0, False)])
+def test_parts_have_the_calls_time_of_two_requests(server: ObjectServer, store: Any, each_s: float, ends: bool) -> None:
+    clock = ManualClock()
+    server.hook = plainly(lambda _: clock.advance(each_s))
+    slow = open_store(URL, endpoint=server.url, clock=clock, timeout_s=PATIENT_S, parallel=1)
+    if ends:
+        assert read_one(slow, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
+    else:
+        with pytest.raises(StoreUnavailable, match="no answer in time"):
+            read_one(slow, make_key(1), LARGE)
+    slow.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "a..b"])
+def test_a_host_that_can_be_none_is_a_fault(host: str) -> None:
+    store = open_store(URL, endpoint=f"http://{host}:9", allow_http=True, retries=0)
+    with pytest.raises(StoreError):
+        read_one(store, make_key(0), SMALL)
+    store.close()
 
 
 def test_an_object_that_changes_amid_its_parts_is_a_miss(server: ObjectServer, store: Any) -> None:

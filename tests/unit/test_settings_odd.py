@@ -32,6 +32,18 @@ def test_aliases_of_aliases_are_not_written_out() -> None:
     assert len(str(error.value)) < 3 * module.SHOWN_CHARACTERS
 
 
+@pytest.mark.parametrize("secret", ["mooncakestore://user1:hunter2@h:1", "user:hunter2@redis.in.example.com:6379"])
+@pytest.mark.parametrize("key", [leaf.key for leaf in leaves()])
+def test_nothing_of_a_list_or_mapping_is_repeated(key: str, secret: str) -> None:
+    said = ""
+    for value in ([secret], (secret, 1), {secret: 1}, {"a": [secret]}):
+        try:
+            parse(None, {}, {key: value})
+        except SettingsError as error:
+            said += str(error)
+    assert "hunter2" not in said
+
+
 @pytest.mark.parametrize("tag", ["!!timestamp 'x'", "!!bool 'x'", "!!int 'x'", "!!float 'x'", "!!pairs x"])
 def test_a_value_that_is_not_of_its_tag(tag: str) -> None:
     with pytest.raises(SettingsError, match="valid YAML"):

@@ -92,9 +92,9 @@ def objects_options(settings: Settings) -> ObjectsOptions:
 def _check_endpoint(endpoint: str, *, allow_http: bool) -> None:
     try:
         parts = urlsplit(endpoint)
+        host = parts.hostname if parts.port != 0 else None  # raises ValueError for what is no port
     except ValueError:
-        parts = urlsplit("")
-    host = parts.hostname
+        parts, host = urlsplit(""), None
     if not host or parts.scheme not in ("http", "https"):
         raise SettingsError("objects.endpoint: expected https://host or https://host:port")
     if "@" in parts.netloc or parts.query:

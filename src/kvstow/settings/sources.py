@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,14 +156,13 @@ def _checked(leaf: Leaf, raw: object, source: str, *, from_text: bool) -> Any:
 
 
 def shown(raw: object) -> str:
-    """A wrong value, for a message: nothing of a mapping or of a URL in a list, where passwords may be. Of aliases of
-    aliases, in YAML, the text may be endless."""
+    """A wrong value, for a message: nothing of a mapping or a list, where passwords may be."""
+    if isinstance(raw, str):
+        return repr(masked(raw)[:SHOWN_CHARACTERS])
     try:
-        text = masked(raw) if isinstance(raw, str) else reprlib.repr(raw)
+        return repr(raw) if isinstance(raw, int | float | None) else f"a {type(raw).__name__}"
     except ValueError:  # an integer of thousands of digits
         return f"a huge {type(raw).__name__}"
-    hidden = "{" in text or (not isinstance(raw, str) and ("://" in text or masked(text) != text))
-    return f"a {type(raw).__name__}" if hidden else repr(text[:SHOWN_CHARACTERS])
 
 
 def _build(known: Iterable[Leaf], values: Mapping[str, Any]) -> Settings:

@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName, Threads
+from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName
 
 FILE_STAGING_BYTES: Final = 256 << 20  # a rank: what moves between two steps of the engine, of 50 ms and more
 RDS_STAGING_BYTES: Final = 2048 << 20  # a rank: rds_buffer_size of the RBLN documentation
@@ -69,4 +69,6 @@ class Direct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "lost. Without it only empty files and kvstow's own are used."
         ),
     ] = False
-    threads: Threads = 4
+    threads: Annotated[
+        int, Meta(ge=1, le=64, description="With `file`: reads and writes of a rank at the same time.")
+    ] = 4

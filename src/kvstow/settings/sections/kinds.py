@@ -14,8 +14,4 @@ OPTIONS: Final = "options"
 
 PolicyName = Literal["lru", "s3fifo"]  # of kvstow.build.POLICIES
 
-Threads: TypeAlias = Annotated[
-    int,
-    Meta(ge=1, le=64, description="Reads and writes at the same time (direct storage: of each rank), each on a "
-         "connection of its own where a server is asked."),
-]
+Threads: TypeAlias = Annotated[int, Meta(ge=1, le=64, description="Reads and writes at the same time.")]

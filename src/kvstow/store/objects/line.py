@@ -5,6 +5,7 @@ Only what a GET of a range needs: status 206, the range that was asked for, a le
 
 from __future__ import annotations
 
+import io
 import re
 import socket
 import struct
@@ -24,6 +25,8 @@ PART_PIECE_BYTES: Final = 256 << 10  # while others of a value's parts wait for 
 WAIT_ALL_BYTES: Final = 64 << 10  # what is no larger is the head: no more of it may come than has
 PARTIAL: Final = 206
 MAY_PASS: Final = (404, 408, 409, 412, 416, 425, 429)  # of what is below 500
+
+assert io.DEFAULT_BUFFER_SIZE <= WAIT_ALL_BYTES
 
 _RANGE: Final = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 _STRONG_TAG: Final = re.compile(r'"[!#-~]{1,200}"')
@@ -84,8 +87,8 @@ class Line:
             self._http.request("GET", f"/{where}", headers=fields | ({"If-Match": tag} if tag else {}))
         except BlockingIOError:
             raise TimeoutError from None
-        except HTTPException as error:
-            raise AskClient(type(error).__name__) from None
+        except HTTPException as error:  # the server closes after each answer, so parts don't come this way
+            raise AskClient(type(error).__name__, always=True) from None
 
     def head(self) -> int:
         """Wait until the answer begins. Returns the object's length: only so much will be filled."""

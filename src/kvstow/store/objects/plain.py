@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import obstore
+from obstore.exceptions import BaseError
 
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.runtime import Clock
@@ -57,11 +58,14 @@ class Plain:
         self._idle: list[Line] = []
         self._closed = False
 
-    def read(self, path: str, buffer: Buffer) -> Outcome:
-        """As a store's, one value, within twice a request's limit. Raises ``AskClient``; ``StoreUnavailable`` where the
-        time is over; ``StoreRefused`` for a redirection; and what signing raises."""
+    def read(self, path: str, buffer: Buffer, until_s: float) -> Outcome:
+        """As a store's, one value; nothing more is asked for after ``until_s``. Raises ``AskClient``;
+        ``StoreUnavailable`` where the time is over; ``StoreRefused`` for a redirection."""
         part = self._options.part_bytes
-        url = obstore.sign(self._client, "GET", path, SIGNED_FOR)
+        try:
+            url = obstore.sign(self._client, "GET", path, SIGNED_FOR)
+        except (BaseError, OSError) as error:
+            raise AskClient(type(error).__name__, always=True) from None
         try:
             with self._line() as line:
                 line.ask(url, buffer, 0, part)
@@ -69,7 +73,7 @@ class Plain:
                 if length > len(buffer):
                     return REJECTED
                 if length > part:
-                    self._parts(url, line, buffer[:length])
+                    self._parts(url, line, buffer[:length], until_s)
                     return Done(length)
                 return Done(length, line.rest())
         except AskClient as error:
@@ -89,10 +93,9 @@ class Plain:
         for line in idle:
             line.close()
 
-    def _parts(self, url: str, first: Line, buffer: Buffer) -> None:
+    def _parts(self, url: str, first: Line, buffer: Buffer, until_s: float) -> None:
         """Fill ``buffer``, whose first part is on its way: as many lines as may be, each for a part at a time."""
         size, tag = self._options.part_bytes, first.tag
-        until_s = self._clock.monotonic() + self._options.timeout_s
         starts = range(size, len(buffer), size)
         left = iter(starts)
 
@@ -105,16 +108,19 @@ class Plain:
         with selectors.DefaultSelector() as ready, ExitStack() as lines:
             ready.register(first.sock, selectors.EVENT_READ, first)
             for _ in range(min(len(starts), self._options.parallel - 1)):
+                self._check(until_s)
                 line = lines.enter_context(self._line())
                 ask(line)
                 ready.register(line.sock, selectors.EVENT_READ, line)
             while ready.get_map():
-                found = ready.select(max(0.0, until_s - self._clock.monotonic()))
-                if not found:
-                    raise TimeoutError
-                for key, _ in found:
+                self._check(until_s)
+                for key, _ in ready.select(until_s - self._clock.monotonic()):
                     if key.data.more() and not ask(key.data):
                         ready.unregister(key.fileobj)
+
+    def _check(self, until_s: float) -> None:
+        if self._clock.monotonic() >= until_s:
+            raise TimeoutError
 
     # --- connections ------------------------------------------------------------------------------------------------
 
@@ -151,5 +157,5 @@ class Plain:
         limits = self._options
         try:
             return Line(*self._address, self._clock, connect_s=limits.connect_timeout_s, timeout_s=limits.timeout_s)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: a host's name that can't be one
             raise AskClient(f"cannot connect: {type(error).__name__}") from None

@@ -91,8 +91,8 @@ class ObjectsStore:
 
     def close(self) -> None:
         self._loops.close()
-        if self._plain is not None:
-            self._plain.close()
+        if (plain := self._plain) is not None:
+            plain.close()
 
     def _deadline_s(self) -> float:
         return self._clock.monotonic() + 2 * self._options.timeout_s
@@ -127,7 +127,7 @@ class ObjectsStore:
             return self._by_client(path, buffer)
         try:
             with _faults():
-                return plain.read(path, buffer)
+                return plain.read(path, buffer, deadline_s)
         except AskClient as error:
             why = str(error) if error.always else ""
         outcome = self._by_client(path, buffer, deadline_s - self._clock.monotonic())
