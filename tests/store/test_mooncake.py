@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import queue
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from kvstow.key import ChunkKey
 from kvstow.store.base import REJECTED, Buffer, Done, Outcome, Store
 from kvstow.store.mooncake.listen import listening
+from kvstow.store.mooncake.options import PORTS
 from kvstow.testing.mooncake_server import MooncakeServer
 from kvstow.testing.store_suite import StoreSuite, make_key, read_one, value_of, write_one
 from tests.store.mooncake_rig import need_mooncake, open_store
@@ -182,10 +182,21 @@ def test_what_one_engine_stored_another_finds(server: MooncakeServer, shared: An
 def test_its_client_lets_in_nobody_from_beyond_the_address_that_others_are_told(shared: Any) -> None:
     store = another(shared)  # it is connected
     write_one(store, make_key(0), b"hello")
-    ports = []
-    for descriptor in listening().values():
-        with socket.socket(fileno=os.dup(descriptor)) as sock:
-            ports.append(sock.getsockname()[1])
+    ports = [listener.port for listener in listening().values()]
     assert len(ports) >= 2
+    assert set(ports) <= set(PORTS)
     assert all(lets_in("127.0.0.1", port) for port in ports)
     assert not any(lets_in(own_address(), port) for port in ports)
+
+
+def test_the_ports_are_told_and_those_that_are_not_found(shared: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from kvstow.store.mooncake.connect import _narrow
+
+    store = another(shared)
+    ports = sorted(listener.port for listener in listening().values())
+    with caplog.at_level("INFO", "kvstow"):
+        _narrow(store._options, PORTS, {})
+        assert f"on its ports {ports} only what is sent to 127.0.0.1 or loopback is let in" in caplog.text
+        assert "whoever" not in caplog.text
+        _narrow(store._options, range(1, 2), {})
+    assert "not all between 1 and 1: whoever reaches the others is let in" in caplog.text

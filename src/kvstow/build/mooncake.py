@@ -9,7 +9,7 @@ from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor
 from kvstow.settings import Settings, format_size
 from kvstow.settings.variables import set_defaults
-from kvstow.store.mooncake import MooncakeOptions
+from kvstow.store.mooncake import OLD_PORTS, MooncakeOptions, rpc_ports
 from kvstow.tier import Tier
 
 INSTALL = "pip install 'kvstow[mooncake]', and apt-get install libibverbs1 libnuma1 libcurl4"
@@ -26,7 +26,7 @@ def build_mooncake(
     if settings.mooncake.master is None:
         return None
     options = mooncake_options(settings, layout)
-    set_defaults(options.variables())  # read when the client is loaded
+    in_force = set_defaults(options.variables(set_defaults(OLD_PORTS)))  # read when the client is loaded
     try:
         from kvstow.store.mooncake.connect import connect, replicas
         from kvstow.store.mooncake.store import MooncakeStore
@@ -34,7 +34,7 @@ def build_mooncake(
         if "kvstow" in str(error):
             raise
         raise SettingsError(f"mooncake.master is set, and its client can't be loaded ({error}): {INSTALL}") from error
-    store = MooncakeStore(options, clock, lambda: (connect(options), replicas(options.replicas)))
+    store = MooncakeStore(options, clock, lambda: (connect(options, rpc_ports(in_force)), replicas(options.replicas)))
     executor = ThreadExecutor("mooncake", threads=settings.mooncake.threads)
     greet("mooncake", f"Mooncake ({options.master})", store, executor, root, options.name_of)
     return Tier("mooncake", store, executor, layout=layout, clock=clock, metrics=metrics)

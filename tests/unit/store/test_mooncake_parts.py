@@ -16,7 +16,7 @@ from kvstow.metrics import Metrics
 from kvstow.settings import Settings, parse
 from kvstow.settings.variables import set_defaults
 from kvstow.store.base import MISSING, REJECTED, Done
-from kvstow.store.mooncake import MooncakeOptions
+from kvstow.store.mooncake import OLD_PORTS, MooncakeOptions, rpc_ports
 from kvstow.store.mooncake.store import MooncakeStore, _Use
 from kvstow.testing.manual import ManualClock
 
@@ -87,6 +87,31 @@ def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (os.environ["MC_RPC_TIMEOUT_MS"], os.environ["MC_RPC_CONNECT_TIMEOUT_MS"]) == ("7", "1000")
     assert MooncakeOptions("h:1", timeout_s=1.5).variables()["MC_RPC_TIMEOUT_MS"] == "1500"
     monkeypatch.delenv("MC_RPC_CONNECT_TIMEOUT_MS")
+
+
+@pytest.mark.parametrize(
+    ("given", "ports"),
+    [
+        ({}, range(15000, 17001)),
+        ({"MC_MIN_RPC_PORT": "20000", "MC_MAX_RPC_PORT": "20010"}, range(20000, 20011)),
+        ({"MC_MIN_PRC_PORT": "20000", "MC_MAX_PRC_PORT": "20010"}, range(20000, 20011)),
+        ({"MC_MIN_PRC_PORT": "20000", "MC_MAX_PRC_PORT": "20010", "MC_MIN_RPC_PORT": "19000"}, range(19000, 20011)),
+        ({"MC_MIN_RPC_PORT": "16990"}, range(16990, 17001)),
+        ({"MC_MIN_RPC_PORT": "20000"}, range(15000, 17001)),
+        ({"MC_MIN_RPC_PORT": "40000", "MC_MAX_RPC_PORT": "40100"}, range(15000, 17001)),
+        ({"MC_MIN_RPC_PORT": "30000", "MC_MAX_RPC_PORT": "62000"}, range(30000, 62001)),
+        ({"MC_MIN_RPC_PORT": "19000x", "MC_MAX_RPC_PORT": "19050"}, range(15000, 19051)),
+    ],
+)
+def test_the_ports_are_those_that_the_client_takes(
+    given: dict[str, str], ports: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each as a client of 0.3.13.post1 was seen to do."""
+    for name in ("MC_MIN_PRC_PORT", "MC_MAX_PRC_PORT", "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"):
+        monkeypatch.setenv(name, given.get(name, ""))
+        if name not in given:
+            monkeypatch.delenv(name)
+    assert rpc_ports(set_defaults(MooncakeOptions("h:1").variables(set_defaults(OLD_PORTS)))) == ports
 
 
 def test_a_name_is_deleted_when_nobody_reads_it_and_read_when_nobody_deletes_it() -> None:

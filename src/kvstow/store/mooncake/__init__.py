@@ -3,6 +3,6 @@
 Importing this package needs no client library; ``kvstow.store.mooncake.connect`` needs Mooncake's.
 """
 
-from kvstow.store.mooncake.options import P2P, MooncakeOptions
+from kvstow.store.mooncake.options import OLD_PORTS, P2P, MooncakeOptions, rpc_ports
 
-__all__ = ["P2P", "MooncakeOptions"]
+__all__ = ["OLD_PORTS", "P2P", "MooncakeOptions", "rpc_ports"]

@@ -16,18 +16,20 @@ import logging
 import socket
 import subprocess
 import sys
+from collections.abc import Container
 from typing import Any, Final
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from kvstow.errors import StoreUnavailable
 from kvstow.store.mooncake.listen import listening, only_to
-from kvstow.store.mooncake.options import MooncakeOptions
+from kvstow.store.mooncake.options import PORTS, MooncakeOptions
 
 logger = logging.getLogger("kvstow")
 
 PORT_TIMEOUT_S: Final = 1.0
 CHILD_BUFFER_BYTES: Final = 16 << 20
+LISTENS_ON: Final = {"tcp": 2, "rdma": 1}  # ports, at least
 
 
 GLOG_LEVEL: Final = "_ZN3fLI17FLAGS_minloglevelE"  # glog's FLAGS_minloglevel, an int
@@ -47,8 +49,9 @@ if not hasattr(MooncakeDistributedStore, "batch_put_session_start"):
     raise ImportError("it is older than 0.3.13.post1")
 
 
-def connect(options: MooncakeOptions) -> Any:
-    """A client that is connected. Raises ``StoreUnavailable``, after ``connect_timeout_s`` and a second at most."""
+def connect(options: MooncakeOptions, ports: range = PORTS) -> Any:
+    """A client that is connected, and listens on some of ``ports``. Raises ``StoreUnavailable``, after
+    ``connect_timeout_s`` and a second at most."""
     try:
         socket.create_connection(options.address, timeout=PORT_TIMEOUT_S).close()
     except OSError as error:
@@ -59,11 +62,28 @@ def connect(options: MooncakeOptions) -> Any:
     code = client.setup(*_arguments(options, options.segment_bytes, options.buffer_bytes))
     if code:
         raise StoreUnavailable(f"Mooncake's client can't start (code {code}): master {options.master}")
+    _narrow(options, ports, before)
+    return client
+
+
+def _narrow(options: MooncakeOptions, ports: range, before: Container[int]) -> None:
+    """Let in to the client, which wasn't there ``before``, only what is sent to ``local_hostname`` or to loopback."""
     try:
-        only_to(options.local_hostname, before)
+        closed = only_to(options.local_hostname, ports, before)
     except OSError as error:
         logger.warning("Mooncake's client listens on every interface, and this kernel can't filter that: %s", error)
-    return client
+        return
+    if closed is None:
+        return
+    logger.info(
+        "Mooncake's client listens on every interface: on its ports %s only what is sent to %s or loopback is let in",
+        closed, options.local_hostname,
+    )  # fmt: skip
+    if len(closed) < LISTENS_ON[options.protocol]:
+        logger.warning(
+            "Mooncake's client listens on every interface, on ports that are not all between %d and %d: whoever "
+            "reaches the others is let in", ports[0], ports[-1],
+        )  # fmt: skip
 
 
 def replicas(count: int) -> Any:

@@ -7,19 +7,22 @@ others are told (a classic BPF program, which needs no rights).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Final
+import stat
+from collections.abc import Container, Iterator
+from itertools import islice
+from typing import Final, NamedTuple
 
 SO_ATTACH_FILTER: Final = 26
 NET: Final = 0xFFF00000  # offsets from here are the network header's (SKF_NET_OFF)
 DROP, TAKE = 0, 0xFFFFFFFF
 LOAD_BYTE, LOAD_WORD, SHIFT, IF_EQUAL, RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
 V4_TO, V6_TO, V6_WORDS = 16, 24, 4  # where the address is that a packet is sent to; it has so many words
+LOCAL, STATE, INODE, LISTENS = 1, 3, 9, "0A"  # of /proc/net/tcp: columns, and a state
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
@@ -35,32 +38,40 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("listed", ctypes.POINTER(_Listed)))
 
 
-def listening() -> dict[int, int]:
-    """The sockets of this process that take connections on every interface: descriptors by inode."""
-    return {inode: descriptor for inode, descriptor, sock in _sockets() if _takes_any(sock)}
+class Listening(NamedTuple):
+    descriptor: int
+    port: int
 
 
-def _sockets() -> Iterator[tuple[int, int, socket.socket]]:
+def listening() -> dict[int, Listening]:
+    """The sockets of this process that take connections on every interface, by inode. They are looked at only: a socket
+    object made of a descriptor would change whether it blocks, for everybody, where a default timeout is set."""
+    ports = dict(_everywhere())
+    found = {}
     for name in os.listdir("/proc/self/fd"):
-        try:
-            link = Path("/proc/self/fd", name).readlink().name
-            if link.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as sock:
-                    yield int(link[len("socket:[") : -1]), int(name), sock
-        except OSError:  # closed meanwhile
-            continue
+        with contextlib.suppress(OSError):  # closed meanwhile
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode) and status.st_ino in ports:
+                found[status.st_ino] = Listening(int(name), ports[status.st_ino])
+    return found
 
 
-def _takes_any(sock: socket.socket) -> bool:
-    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-        return False
-    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and sock.getsockname()[0] in ("0.0.0.0", "::")
+def _everywhere() -> Iterator[tuple[int, int]]:
+    """Of all processes: inode and port of what listens on every interface."""
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/net/{table}") as lines:  # there may be no IPv6
+            for line in islice(lines, 1, None):
+                fields = line.split()
+                address, _, port = fields[LOCAL].partition(":")
+                if fields[STATE] == LISTENS and not address.strip("0"):
+                    yield int(fields[INODE]), int(port, 16)
 
 
-def only_to(address: str, before: dict[int, int]) -> bool:
-    """Let nobody connect to the sockets that listen now, and did not ``before``, but by ``address`` or by loopback.
+def only_to(address: str, ports: Container[int], before: Container[int]) -> list[int] | None:
+    """Let nobody connect but by ``address`` or by loopback to the sockets that listen now on one of ``ports``, and did
+    not ``before`` (inodes). Returns on which.
 
-    False, and nothing was done: ``address`` is a name, or none of this host's, so that what packets are addressed to
+    None, and nothing was done: ``address`` is a name, or none of this host's, so that what packets are addressed to
     when they arrive isn't known. Raises ``OSError`` where the kernel can't.
     """
     try:
@@ -69,14 +80,22 @@ def only_to(address: str, before: dict[int, int]) -> bool:
         with socket.socket(family, socket.SOCK_DGRAM) as trial:
             trial.bind((address, 0))
     except (ValueError, OSError):
-        return False
-    listed = [_Listed(*one) for one in _program(target)]
-    program = _Program(len(listed), (_Listed * len(listed))(*listed))
-    for inode, descriptor in listening().items():
-        if inode not in before:
-            with socket.socket(fileno=os.dup(descriptor)) as sock:
-                sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(program))
-    return True
+        return None
+    program = _program(target)
+    chosen = [one for inode, one in listening().items() if inode not in before and one.port in ports]
+    for one in chosen:
+        _attach(one.descriptor, program)
+    return sorted(one.port for one in chosen)
+
+
+def _attach(descriptor: int, program: list[Instruction]) -> None:
+    listed = (_Listed * len(program))(*(_Listed(*one) for one in program))
+    argument = _Program(len(program), listed)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setsockopt(
+        descriptor, socket.SOL_SOCKET, SO_ATTACH_FILTER, ctypes.byref(argument), ctypes.sizeof(argument)
+    ):
+        raise OSError(ctypes.get_errno(), "SO_ATTACH_FILTER")
 
 
 def _program(target: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[Instruction]:
