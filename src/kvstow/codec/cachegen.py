@@ -52,7 +52,7 @@ class CacheGen:
 
     def __init__(self, rate: str = "middle") -> None:
         self._step = np.float32(RATES[rate])
-        self.kind: Final = Kind(4, 1, struct.pack("<f", self._step))
+        self.kind: Final = Kind(4, 2, struct.pack("<f", self._step))
         self.error: Final = f"{RATES[rate] * (1 + 1 / MEAN_PARTS) / 2:.2f} σ of the layer's K or V, and rounding"
 
     def check(self, shape: KVShape) -> None:

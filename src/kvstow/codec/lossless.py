@@ -44,7 +44,7 @@ class Lossless:
     """See the module. Every bit pattern comes back, NaN payloads and subnormals included."""
 
     name: Final = "lossless"
-    kind: Final = Kind(1, 2)
+    kind: Final = Kind(1, 3)
     lossy: Final = False
     error: Final = "none: bit-exact"
 
@@ -122,10 +122,7 @@ def _base(words: Array, shape: KVShape, out: Array) -> None:
     layers = words.reshape(len(words), shape.blocks, *shape.page)
     step = max(1, shape.blocks * shape.tokens // _SAMPLED_TOKENS)
     tokens = shape.axes("n")[0] + 1
-    if shape.tokens >= step:
-        picked = layers[(slice(None),) * tokens + (slice(None, None, step),)]
-    else:
-        picked = layers[:, :: max(1, step // shape.tokens)]
+    picked = layers[(slice(None),) * tokens + (slice(None, None, step),)][:, :: max(1, step // shape.tokens)]
     first = _turned(picked) if shape.item == 1 else (picked >> (8 * shape.item - 9)) & 0xFF
     count = picked.shape[1] * picked.shape[tokens]
     total = np.add.reduce(first, axis=(1, tokens), dtype=np.uint16, keepdims=True)

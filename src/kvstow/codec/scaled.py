@@ -184,11 +184,11 @@ def _streams(shape: KVShape) -> int:
 
 def int8() -> Scaled:
     """1/254 of the largest magnitude of its token and head, at most, but for the scale's own rounding (1/128 more)."""
-    return Scaled("int8", Kind(3, 1), "0.4 % of the largest number of its token and head, and rounding", _Int8())
+    return Scaled("int8", Kind(3, 2), "0.4 % of the largest number of its token and head, and rounding", _Int8())
 
 
 def fp8() -> Scaled:
     """Three bits of mantissa; below 2**-6, steps of 2**-9 of scaled numbers, the largest of which is 224 or more."""
     return Scaled(
-        "fp8", Kind(2, 1), "6.25 % of the number, or 1/229,000 of the largest of its layer's K or V", _E4M3()
+        "fp8", Kind(2, 2), "6.25 % of the number, or 1/229,000 of the largest of its layer's K or V", _E4M3()
     )

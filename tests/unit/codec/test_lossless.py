@@ -11,7 +11,7 @@ pytest.importorskip("backports.zstd")
 
 from backports import zstd
 
-from kvstow.codec.lossless import Lossless
+from kvstow.codec.lossless import _BELOW, Lossless, _base
 from kvstow.codec.shape import KVShape
 from kvstow.errors import FrameError
 
@@ -131,7 +131,7 @@ def test_the_last_couples_of_an_uneven_count_are_listed_too(place: int) -> None:
 
 
 @pytest.mark.parametrize("order", ["khnc", "hknc", "nkhc", "hnkc", "cnkh", "khcn"])
-@pytest.mark.parametrize(("layers", "blocks", "tokens"), [(4, 1, 33), (3, 2, 33), (3, 1, 66)])
+@pytest.mark.parametrize(("layers", "blocks", "tokens"), [(4, 1, 33), (3, 2, 33), (3, 1, 66), (2, 48, 16)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_channels_of_any_scale_are_paired_whatever_is_halved(
     dtype: str, order: str, layers: int, blocks: int, tokens: int
@@ -165,3 +165,16 @@ def test_where_no_axis_has_two_halves_bytes_are_coded(dtype: str) -> None:
     data[-1] = 1
     with pytest.raises(FrameError):
         Lossless().decode(memoryview(data), shape, memoryview(out))
+
+
+@pytest.mark.parametrize("order", ["khnc", "nkhc", "cnkh"])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 64])
+@pytest.mark.parametrize("blocks", [1, 2, 31, 32, 33, 48, 63, 64, 65, 1000])
+def test_references_of_chunks_of_any_length(blocks: int, tokens: int, order: str) -> None:
+    """The sum over more than 257 tokens would not fit."""
+    shape = KVShape("bfloat16", 2, blocks, 1, 2, tokens, 3, order)
+    exponents = np.random.default_rng(1).integers(200, 256, (2, *shape.over("khc")), np.uint16)
+    words = np.broadcast_to(exponents << 7, (2, blocks, *shape.page)).copy().reshape(2, -1)
+    bases = np.zeros(exponents.shape, np.uint8)
+    _base(words, shape, bases)
+    assert np.array_equal(bases, exponents - _BELOW)
