@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from typer.testing import CliRunner
 
 from kvstow import build
 from kvstow.cli import app
-from kvstow.errors import UnsupportedError
+from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import Settings, parse
 from kvstow.store.disk import DiskStore, names
-from kvstow.store.disk.volume import KEPT_EMPTY_S, Volume
+from kvstow.store.disk.remove import KEPT_EMPTY_S
+from kvstow.store.disk.volume import Volume
 from tests.store.disks import disk, holds, on_disk, put
 
 LAYOUT = build.chunk_layout(Settings(), 16, [8192])
@@ -64,6 +66,35 @@ class Engine:
 
     def key(self, i: int = 0) -> ChunkKey:
         return ChunkKey.build(self.namespace, 0, i.to_bytes(32, "little"))
+
+
+def announce(path: Path, text: bytes) -> None:
+    """What A's ``namespace.json`` says."""
+    file = path / names.namespace_json(A.namespace)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(text)
+
+
+def age(path: Path, engine: Engine) -> Path:
+    """An announcement, made longer ago than it holds."""
+    file = path / names.namespace_json(engine.namespace)
+    os.utime(file, (time.time() - KEPT_EMPTY_S - 60,) * 2)
+    return file
+
+
+def clear(refusal: pytest.ExceptionInfo[Any]) -> None:
+    """The command that a refusal ends with."""
+    _, command = str(refusal.value).split("remove what they stored: kvstow ")
+    result = CliRunner().invoke(app, [*shlex.split(command), "--yes"])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture
+def another(tmp_path: Path) -> Iterator[DiskStore]:
+    """A process of another model that uses the directory."""
+    store = Engine("seed 0", "three").store(tmp_path)
+    yield store
+    store.close()
 
 
 A, B = Engine("seed 0"), Engine("vLLM's default")
@@ -133,15 +164,15 @@ def test_c3_who_meets_a_rival_after_announcing_itself_takes_that_back(
 ) -> None:
     real, beside = Volume.introduce, A.store(tmp_path)
 
-    def both(volume: Volume, namespace: bytes) -> None:
-        real(volume, namespace)
-        real(beside._volumes[0], A.namespace)
+    def both(volume: Volume, namespace: bytes, root: str) -> Any:
+        real(beside._volumes[0], A.namespace, A.root)
+        return real(volume, namespace, root)
 
     with monkeypatch.context() as patched:
         patched.setattr(Volume, "introduce", both)
         assert not B.runs(tmp_path)
-    beside.close()
     assert A.runs(tmp_path)
+    beside.close()
 
 
 def test_c3_a_restart_with_another_root_is_refused_and_clearing_is_a_way_on(tmp_path: Path) -> None:
@@ -155,19 +186,35 @@ def test_c3_a_restart_with_another_root_is_refused_and_clearing_is_a_way_on(tmp_
     store = A.store(tmp_path)
     assert holds(store, A.key(), 1)
     store.close()
-    _, command = str(refusal.value).split("remove what they stored: kvstow ")
-    assert CliRunner().invoke(app, [*shlex.split(command), "--yes"]).exit_code == 0
+    clear(refusal)
     assert B.runs(tmp_path)
-    assert not A.runs(tmp_path)
 
 
 def test_c3_adapters_of_another_root_are_rivals_as_well(tmp_path: Path) -> None:
     store, adapter = A.store(tmp_path), A.namespace.derive("lora", "x")
     assert put(store, ChunkKey.build(adapter, 0, bytes(32)), 1)
     store.close()
-    with pytest.raises(UnsupportedError, match=adapter.hex()[:16]):
+    with pytest.raises(UnsupportedError, match=A.namespace.hex()[:16]):
         B.start(tmp_path)
     assert A.runs(tmp_path)
+
+
+def test_c3_one_command_clears_a_root_with_its_adapters_in_every_directory(tmp_path: Path) -> None:
+    paths = tmp_path / "one", tmp_path / "it's two"
+    families = [[who.namespace, who.namespace.derive("lora", "x"), who.namespace.derive("reset", "1")]
+                for who in (A, Engine(A.root, "two"))]
+    for path in paths:
+        for who, family in zip((A, Engine(A.root, "two")), families, strict=True):
+            store = who.store(path)
+            assert all(put(store, ChunkKey.build(namespace, 0, bytes(32)), 1) for namespace in family[1:])
+            store.close()
+    with pytest.raises(UnsupportedError) as refusal:
+        B.start(*paths)
+    clear(refusal)
+    assert B.runs(*paths)
+    for path in paths:
+        left = {chunk.relative_to(path).parts[0] for chunk in path.rglob("*.kv")}
+        assert left == {namespace.hex() for namespace in families[1][1:]}, "another model's are left"
 
 
 @pytest.mark.parametrize(
@@ -175,37 +222,38 @@ def test_c3_adapters_of_another_root_are_rivals_as_well(tmp_path: Path) -> None:
     [b"", b"[]", b"{", b'{"namespace": 1}', b'{"a":' + b"[" * 100_000, json.dumps({**A.fields, "x": "y"}).encode()],
     ids=["empty", "list", "cut", "other", "deep", "a field more"],
 )
+@pytest.mark.usefixtures("another")
 def test_c3_what_else_is_in_the_directory_is_no_rival(tmp_path: Path, there: bytes) -> None:
-    folder = tmp_path / A.namespace.hex()
-    folder.mkdir(parents=True)
-    (folder / names.NAMESPACE_JSON).write_bytes(there)
+    announce(tmp_path, there)
     (tmp_path / "lost+found").mkdir()
     assert Engine(A.root, "two").runs(tmp_path)
     assert B.runs(tmp_path)
 
 
+@pytest.mark.usefixtures("another")
 def test_c3_what_another_says_makes_no_line_of_the_log(tmp_path: Path) -> None:
-    folder = tmp_path / A.namespace.hex()
-    folder.mkdir(parents=True)
-    (folder / names.NAMESPACE_JSON).write_text(json.dumps({**A.fields, "block hash root": "x\n\x1b[2J" + "y" * 9999}))
+    odd = "x\n\x1b[2J" + "y" * 9999
+    announce(tmp_path, json.dumps({**A.fields, "block hash root": odd, "parent": odd}).encode())
     with pytest.raises(UnsupportedError) as refusal:
         B.start(tmp_path)
     assert str(refusal.value).isprintable()
     assert len(str(refusal.value)) < 1000
 
 
+@pytest.mark.usefixtures("another")
 def test_c3_a_namespace_without_a_word_of_its_own_is_no_rival(tmp_path: Path) -> None:
     """Of a version that did not describe where hashes begin."""
-    folder = tmp_path / A.namespace.hex()
-    folder.mkdir(parents=True)
-    (folder / names.NAMESPACE_JSON).write_text(json.dumps({k: v for k, v in A.fields.items() if v != A.root}))
+    announce(tmp_path, json.dumps({k: v for k, v in A.fields.items() if v != A.root}).encode())
     assert B.runs(tmp_path)
 
 
 def test_c3_a_replaced_disk_beside_one_with_rivals_keeps_no_trace(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    assert A.runs(old)
+    store = A.store(old)
+    assert put(store, A.key(), 1)
+    store.close()
     assert not B.runs(new, old)
+    assert not (new / B.namespace.hex()).exists()
     assert A.runs(new, old)
 
 
@@ -214,12 +262,53 @@ def test_c3_an_engine_that_has_stored_nothing_yet_is_seen_after_others_scans(tmp
     beside = Engine(A.root, "two").store(tmp_path)
     beside.scan()
     assert not B.runs(tmp_path)
-    file = tmp_path / names.namespace_json(A.namespace)
-    os.utime(file, (time.time() - KEPT_EMPTY_S - 60,) * 2)
+    file = age(tmp_path, A)
     beside.scan()
     assert not file.exists(), "nobody is about to write to it"
     beside.close()
     assert tier.close(5.0)
+
+
+def test_c3_one_that_ended_and_had_stored_nothing_keeps_nobody_out(tmp_path: Path) -> None:
+    """A start that fails after the disk tier was built, say, with a seed that is mended then."""
+    assert B.runs(tmp_path)
+    assert (tmp_path / names.namespace_json(B.namespace)).exists()
+    assert A.runs(tmp_path)
+
+
+@pytest.mark.usefixtures("another")
+def test_c3_nor_does_it_for_ever_beside_others(tmp_path: Path) -> None:
+    assert B.runs(tmp_path)
+    assert not A.runs(tmp_path), "it may be about to store something"
+    age(tmp_path, B)
+    assert A.runs(tmp_path)
+
+
+def test_c3_chunks_are_missed_however_old_their_namespace(tmp_path: Path) -> None:
+    store = A.store(tmp_path)
+    assert put(store, A.key(), 1)
+    store.close()
+    age(tmp_path, A)
+    assert not B.runs(tmp_path)
+
+
+def test_c3_commands_leave_what_a_running_engine_said_and_not_what_it_was_asked_to_clear(tmp_path: Path) -> None:
+    tier, other, old = A.start(tmp_path), Engine("seed 0", "two"), Engine("seed 0", "old")
+    where, of_other = ("--path", str(tmp_path)), ("--namespace", other.namespace.hex()[:16])
+    for i, command in enumerate([("gc",), ("gc", "--yes", "--older-than-days", "0"), ("clear", "--yes", *of_other)]):
+        store = other.store(tmp_path)
+        assert put(store, other.key(i), 1)
+        store.close()
+        result = CliRunner().invoke(app, ["disk", *command, *where])
+        assert result.exit_code == 0, result.output
+        assert not B.runs(tmp_path)
+    assert not (tmp_path / other.namespace.hex()).exists(), "it was asked for"
+    assert old.runs(tmp_path)
+    file = age(tmp_path, old)
+    assert CliRunner().invoke(app, ["disk", "gc", *where]).exit_code == 0
+    assert not file.exists()
+    assert tier.close(5.0)
+    assert B.runs(tmp_path)
 
 
 def test_c3_what_is_said_is_counted(tmp_path: Path) -> None:
@@ -236,4 +325,29 @@ def test_c3_where_it_can_t_be_said_the_start_goes_on(tmp_path: Path, caplog: pyt
     (tmp_path / A.namespace.hex()).write_text("in the way")
     with caplog.at_level(logging.WARNING, "kvstow"):
         assert A.runs(tmp_path)
-    assert "Whose chunks are in disk.paths can't be told now" in caplog.text
+    assert f"Whose chunks are in {tmp_path} can't be told now" in caplog.text
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("what", ["rivals", "introduce"])
+def test_c3_a_directory_that_fails_hides_no_rival_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str, fails: int
+) -> None:
+    paths = tmp_path / "0", tmp_path / "1"
+    beside, real, introduce = A.store(paths[1 - fails]), getattr(Volume, what), Volume.introduce
+    if what == "rivals":
+        beside.introduce(A.namespace, A.root)
+
+    def failing(volume: Volume, namespace: bytes, root: str) -> Any:
+        if what == "introduce":  # they start at once
+            introduce(beside._volumes[0], A.namespace, A.root)
+        if volume.path == str(paths[fails]):
+            raise StoreUnavailable("broken")
+        return real(volume, namespace, root)
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "kvstow"):
+        patched.setattr(Volume, what, failing)
+        assert not B.runs(*paths)
+    assert caplog.text.count("broken") == 1
+    assert not any((path / B.namespace.hex()).exists() for path in paths)
+    beside.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 from kvstow.build.policies import POLICIES
@@ -13,8 +12,6 @@ from kvstow.runtime import Clock, ThreadExecutor
 from kvstow.settings import Settings
 from kvstow.store.disk import DiskOptions, DiskStore, frame_check
 from kvstow.tier import Tier
-
-logger = logging.getLogger("kvstow")
 
 
 def build_disk(
@@ -55,8 +52,6 @@ def build_disk(
     if root is not None and namespace is not None:
         try:
             store.introduce(namespace, root[1])
-        except StoreUnavailable as error:
-            logger.warning("Whose chunks are in disk.paths can't be told now, kvstow goes on: %s", error)
         except UnsupportedError as error:
             store.close()
             raise UnsupportedError(f"tier disk: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -9,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstow.errors import StoreRefused
+from kvstow.runtime import SystemClock
 from kvstow.store.disk import names
 from kvstow.store.disk.check import Check
 from kvstow.store.disk.mount import Mount, attach, faults, reap
 from kvstow.store.disk.quarantine import quarantine, shrink
-from kvstow.store.disk.remove import remove_chunk, remove_empty_namespace
-from kvstow.store.disk.scan import Count, about, namespaces, scan
+from kvstow.store.disk.remove import awaited, remove_chunk, remove_empty_namespace
+from kvstow.store.disk.scan import Count, about, family, namespaces, scan
 from kvstow.store.disk.scrub import Verified, chunks_after, verify
 
 
@@ -57,6 +59,10 @@ class DataDirectory:
         """What ``namespace.json`` says; empty where it can't be read."""
         return about(self._mount.root, namespace)
 
+    def family(self, namespace: str) -> str:
+        """The namespace that it is inside of, or itself."""
+        return family(namespace, self.about(namespace))
+
     def verify(self, check: Check, *, set_aside: bool) -> Iterator[Verified]:
         """Every chunk, checked. Bad ones are moved to the quarantine if asked for."""
         with faults(f"verifying {self.path}"):
@@ -69,7 +75,11 @@ class DataDirectory:
                 yield result
 
     def remove(self, chosen: Callable[[str, float], bool]) -> tuple[int, int]:
-        """Remove the chunks of which ``chosen(namespace, last use)`` is true. Returns how many, and their bytes."""
+        """Remove the chunks of which ``chosen(namespace, last use)`` is true. Returns how many, and their bytes.
+
+        Empty namespaces go as well, except those that a running engine may be about to write to: they do where they
+        are chosen whatever the last use.
+        """
         removed = freed = 0
 
         def found(namespace: bytes, chunks: list[Any]) -> None:
@@ -85,8 +95,9 @@ class DataDirectory:
 
         with faults(f"removing chunks in {self.path}"):
             count = scan(self._mount.root, self._mount.ledger, found, stop=threading.Event())
-            for namespace in count.namespaces if count else []:
-                remove_empty_namespace(self._mount, namespace.name)
+            for name in (one.name for one in (count.namespaces if count else [])):
+                if chosen(name, math.inf) or not awaited(self._mount, name, SystemClock().wall()):
+                    remove_empty_namespace(self._mount, name)
         return removed, freed
 
     def tidy(self) -> int:

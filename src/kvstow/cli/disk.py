@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Annotated, Any, Final
 
@@ -146,7 +146,7 @@ def gc(
 def clear(
     path: PathOption = None, namespace: NamespaceOption = None, yes: YesOption = False, as_json: JsonOption = False
 ) -> None:
-    """Remove all chunks, or those of one namespace."""
+    """Remove all chunks, or those of one namespace, its adapters and resets."""
     rows = []
     with _directories(path) as directories:
         if namespace is not None:
@@ -154,7 +154,7 @@ def clear(
         what = "all chunks" if namespace is None else f"the chunks of namespace {namespace}"
         _confirm(f"Remove {what} in {_names(directories)}?", yes)
         for directory in directories:
-            chunks, size = directory.remove(lambda name, _: namespace is None or name.startswith(namespace))
+            chunks, size = directory.remove(_inside(directory, namespace or ""))
             rows.append({"path": directory.path, "chunks": chunks, "bytes": size})
     _removed(rows, as_json)
 
@@ -192,8 +192,16 @@ def _directories(path: Sequence[str] | None) -> Iterator[list[DataDirectory]]:
         yield [stack.enter_context(closing(DataDirectory(one))) for one in paths]
 
 
+def _inside(directory: DataDirectory, prefix: str) -> Callable[[str, float], bool]:
+    """What chooses the namespaces that begin so, and those inside them."""
+    pairs = [(name, directory.family(name)) for name in directory.namespaces()]
+    chosen = {name for name, family in pairs if name.startswith(prefix) or family.startswith(prefix)}
+    return lambda name, _: name in chosen
+
+
 def _one_namespace(directories: Sequence[DataDirectory], prefix: str) -> None:
-    matching = {name for directory in directories for name in directory.namespaces() if name.startswith(prefix)}
+    known = {(name, directory.family(name)) for directory in directories for name in directory.namespaces()}
+    matching = {name for pair in known for name in pair if name.startswith(prefix)}
     if len(matching) != 1:
         found = "no namespace" if not matching else f"{len(matching)} namespaces"
         raise SettingsError(f"{found} starts with {prefix!r}: see `kvstow disk ls`")

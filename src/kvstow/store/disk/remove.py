@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from typing import Final
 
 from kvstow.store.disk import names
 from kvstow.store.disk.mount import Mount
 from kvstow.store.disk.scan import allocated_bytes, list_directory
+
+KEPT_EMPTY_S: Final = 86_400.0  # a namespace without chunks: an engine that has just started may be about to write
 
 
 def remove_chunk(mount: Mount, namespace: bytes, digest: bytes, counted_bytes: int | None = None) -> int:
@@ -24,6 +27,13 @@ def remove_chunk(mount: Mount, namespace: bytes, digest: bytes, counted_bytes: i
         return 0
     freed = allocated_bytes(result, mount.ledger)
     return freed if counted_bytes is None else min(freed, counted_bytes)
+
+
+def awaited(mount: Mount, name: str, now_s: float) -> bool:
+    """Whether a namespace that holds no chunks may soon: lately an engine said that it uses it, and there is another
+    process that may be that engine."""
+    said = mount.kind(names.namespace_json(bytes.fromhex(name)))
+    return said is not None and now_s - said.st_mtime <= KEPT_EMPTY_S and len(mount.ledger.look().reserved) > 1
 
 
 def remove_empty_namespace(mount: Mount, name: str) -> None:

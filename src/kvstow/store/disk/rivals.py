@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from kvstow.store.disk.files import Fd
-from kvstow.store.disk.scan import about, namespaces
+from kvstow.store.disk.mount import Mount
+from kvstow.store.disk.remove import awaited
+from kvstow.store.disk.scan import about, family, namespaces
+from kvstow.store.disk.scrub import chunks_after
 
 MAX_WORD: Final = 200  # characters of another's text that are shown
 _OF_EACH: Final = {"namespace", "parent", "created"}
 
 
-def rivals(directory: Fd, own: Mapping[str, object], root: str) -> dict[str, str]:
-    """Names of such namespaces, and where their hashes begin. ``own`` describes one's own; of its fields the one that
-    says ``root`` is the one that differs."""
+def rivals(mount: Mount, own: Mapping[str, object], root: str, now_s: float) -> dict[str, str]:
+    """Names of such namespaces that hold chunks or may soon, and where their hashes begin; one for all inside it.
+    ``own`` describes one's own; of its fields the one that says ``root`` is the one that differs."""
     found: dict[str, str] = {}
-    for name in namespaces(directory):
-        other = about(directory, name)
+    for name in namespaces(mount.root):
+        other = about(mount.root, name)
         differing = {field for field in own.keys() | other.keys() if own.get(field) != other.get(field)} - _OF_EACH
-        if len(differing) == 1 and own.get(field := differing.pop()) == root and field in other:
+        if len(differing) != 1 or own.get(field := differing.pop()) != root or field not in other:
+            continue
+        if awaited(mount, name, now_s) or next(chunks_after(mount.root, f"{name}/"), "").startswith(name):
             word = str(other[field])[:MAX_WORD]
-            found[name] = word if word.isprintable() else repr(word)
+            found[family(name, other)] = word if word.isprintable() else repr(word)
     return found

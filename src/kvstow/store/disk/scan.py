@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -90,6 +90,12 @@ def about(root: Fd, namespace: str) -> dict[str, Any]:
         return msgspec.json.decode(os.pread(fd.number, MAX_ABOUT_BYTES, 0), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, RecursionError):
         return {}
+
+
+def family(namespace: str, about: Mapping[str, object]) -> str:
+    """The namespace that this one is inside of, an adapter's or one after a reset; else itself."""
+    parent = about.get("parent")
+    return parent if isinstance(parent, str) and names.is_namespace(parent) else namespace
 
 
 def scan(

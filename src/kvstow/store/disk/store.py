@@ -118,26 +118,37 @@ class DiskStore:
         """Say in each directory that an engine uses a namespace, whose block hashes begin with ``root``.
 
         Raises ``UnsupportedError`` where one is there that differs in that alone: neither would ever find what the
-        other stored. Of two engines that start at once one sees the other, or each does.
+        other stored. Of two engines that start at once one sees the other, or each does. A directory that fails is
+        passed over, with a warning.
         """
-        rivals = self._rivals(namespace, root)
+        working = [*self._spread]
+        rivals = self._each(working, lambda volume: volume.rivals(namespace, root))
         if not rivals:
-            for volume in self._spread:
-                volume.introduce(namespace)
-            rivals = self._rivals(namespace, root)
+            rivals = self._each(working, lambda volume: volume.introduce(namespace, root))
             for volume in self._spread if rivals else ():
-                volume.retract(namespace)
+                with suppress(StoreUnavailable):
+                    volume.retract(namespace)
         if rivals:
-            path, name, theirs = rivals[0]
+            first, name, theirs = rivals[0]
+            paths = " ".join(f"--path {shlex.quote(path)}" for path, other, _ in rivals if other == name)
             raise UnsupportedError(
-                f"the block hashes of engines that use {path} too begin with another root ({theirs}; here {root}): "
+                f"the block hashes of engines that use {first} too begin with another root ({theirs}; here {root}): "
                 "nothing would be shared, or found again. Give PYTHONHASHSEED the same value on all of them, or on "
                 "none. If none of those runs any more, remove what they stored: "
-                f"kvstow disk clear --path {shlex.quote(path)} --namespace {name[:SHOWN_DIGITS]}"
+                f"kvstow disk clear {paths} --namespace {name[:SHOWN_DIGITS]}"
             )
 
-    def _rivals(self, namespace: bytes, root: str) -> list[tuple[str, str, str]]:
-        return [(v.path, *found) for v in self._spread for found in v.rivals(namespace, root).items()]
+    @staticmethod
+    def _each(working: list[Volume], ask: Callable[[Volume], Mapping[str, str]]) -> list[tuple[str, str, str]]:
+        """What each finds, behind its path. Those that fail are taken off the list."""
+        found: list[tuple[str, str, str]] = []
+        for volume in [*working]:
+            try:
+                found += [(volume.path, *item) for item in ask(volume).items()]
+            except StoreUnavailable as error:
+                working.remove(volume)
+                logger.warning("Whose chunks are in %s can't be told now, kvstow goes on: %s", volume.path, error)
+        return found
 
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
         """Move the files of corrupt values aside: each key is a miss from now on, and can be written again."""

@@ -22,7 +22,7 @@ from kvstow.store.disk.index import Found, Index, Order
 from kvstow.store.disk.ledger import LedgerGone
 from kvstow.store.disk.mount import Mount, attach, faults, is_regular, reap
 from kvstow.store.disk.quarantine import quarantine, shrink
-from kvstow.store.disk.remove import remove_chunk, remove_empty_namespace
+from kvstow.store.disk.remove import awaited, remove_chunk, remove_empty_namespace
 from kvstow.store.disk.rivals import rivals
 from kvstow.store.disk.scan import Count, allocated_bytes, scan
 
@@ -30,7 +30,6 @@ logger = logging.getLogger("kvstow")
 
 MAX_ROUNDS: Final = 64  # of evicting and trying again to reserve, while others reserve what was freed
 MAX_VICTIMS: Final = 4096  # looked at in one round; files that others removed already free nothing
-KEPT_EMPTY_S: Final = 86_400.0  # a namespace without chunks: an engine that has just started may be about to write
 MAX_BAD: Final = 1024  # bad files remembered because they could not be moved aside
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -269,13 +268,14 @@ class Volume:
 
     def rivals(self, namespace: bytes, root: str) -> dict[str, str]:
         with _At(self, "looking at namespaces") as mount:
-            return rivals(mount.root, self._describe(namespace), root)
+            return rivals(mount, self._describe(namespace), root, self._clock.wall())
 
-    def introduce(self, namespace: bytes) -> None:
-        """Say that a namespace is in use, before anything is written to it."""
+    def introduce(self, namespace: bytes, root: str) -> dict[str, str]:
+        """Say that a namespace is in use, before anything is written to it. Returns its rivals, looked for after."""
         with _At(self, "introducing a namespace") as mount:
             self._written.add(namespace)
             self._introduce(mount, namespace, names.namespace_json(namespace))
+        return self.rivals(namespace, root)
 
     def retract(self, namespace: bytes) -> None:
         with _At(self, "retracting a namespace") as mount:
@@ -350,11 +350,9 @@ class Volume:
         count = scan(mount.root, mount.ledger, self._index.add, stop=stop, pause_s=pause_s)
         if count is not None:
             self._index.end_scan()
-            for namespace in count.namespaces:
-                if not namespace.chunks and bytes.fromhex(namespace.name) not in self._written:
-                    said = mount.kind(names.namespace_json(bytes.fromhex(namespace.name)))
-                    if said is None or self._clock.wall() - said.st_mtime > KEPT_EMPTY_S:
-                        remove_empty_namespace(mount, namespace.name)
+            for name in (one.name for one in count.namespaces if not one.chunks):
+                if bytes.fromhex(name) not in self._written and not awaited(mount, name, self._clock.wall()):
+                    remove_empty_namespace(mount, name)
             used = mount.ledger.reconcile(before, count.bytes).used_bytes or 0
             step = 1 + mount.ledger.ahead_bytes(self.limits.size_bytes)
             for _ in range(self.limits.size_bytes, used, step):  # others shrink it too: each says what it has removed
