@@ -36,8 +36,10 @@ class Machine:
         self.open: dict[int, int] = {}  # job to its items
         self.tickets = self.depth = 0
         self.wrong: list[str] = []
-        self.failed = self.fine = self.hangs = 0
+        self.failed = self.fine = self.hangs = self.behind = 0
         self.heals = False
+        self.items = 0  # each with an extent of its own
+        self.stuck: Extent | None = None
         self.pipeline: Pipeline[int] = Pipeline(self, self, self.executor, self.clock)
 
     def expect(self, fact: bool, what: str) -> None:
@@ -75,6 +77,10 @@ class Machine:
     def write(self, area: int, extent: Extent) -> None:
         self.move(area)
 
+    def probe(self, area: int, extent: Extent) -> None:
+        self.expect(extent == self.stuck, f"{extent} is tried, {self.stuck} hung")
+        self.move(area)
+
     def scrub(self, area: int) -> None:
         self.move(area)
 
@@ -99,11 +105,20 @@ class Machine:
         items = self.rng.randint(1, 6)
         self.open[self.tickets] = items
         load = self.rng.random() < 0.5
-        self.pipeline.submit(self.tickets, [(self.tickets, Extent(0, 1, b""))] * items, load=load)
+        extents = [Extent(self.items + n, 1, b"") for n in range(items)]
+        self.items += items
+        self.pipeline.submit(self.tickets, [(self.tickets, extent) for extent in extents], load=load)
 
     def take(self) -> None:
+        before, asked = self.pipeline.hung, [(item.extent, item.began_s) for item in self.pipeline._moving]
         for end in self.pipeline.ended():
             self.take_one(end)
+        if self.pipeline.hung and not before:
+            self.hangs += 1
+            self.stuck = self.pipeline._hung
+            begun = [extent for extent, began_s in asked if began_s is not None]
+            self.behind += len(begun) < len(asked) and bool(begun)
+            self.expect(self.stuck in (begun or [extent for extent, _ in asked]), f"{self.stuck} hung, of {asked}")
 
     def take_one(self, end: Ended) -> None:
         items = self.open.pop(end.ticket, None)
@@ -129,9 +144,7 @@ class Machine:
             self.expect({item for _, item in self.copies.values()}.isdisjoint(fenced), f"jobs {fenced} are copied yet")
             self.fenced.update(fenced)
         else:
-            before = self.pipeline.hung
             self.take()
-            self.hangs += self.pipeline.hung and not before
         free = self.pipeline._areas
         self.expect(len(set(free)) == len(free), f"free areas {free}")
         taken = self.used | {area for area, _ in self.copies.values()}
@@ -157,7 +170,7 @@ class Machine:
 
 @pytest.mark.parametrize("batch", range(4))
 def test_random_orders(batch: int) -> None:
-    failed = fine = hangs = 0
+    failed = fine = hangs = behind = 0
     for seed in range(batch * 150, (batch + 1) * 150):
         machine = Machine(random.Random(seed))
         try:
@@ -165,4 +178,6 @@ def test_random_orders(batch: int) -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         failed, fine, hangs = failed + machine.failed, fine + machine.fine, hangs + machine.hangs
+        behind += machine.behind
     assert min(failed, fine, hangs) > 100
+    assert behind > 10, "others were queued behind what hung"

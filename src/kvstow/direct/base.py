@@ -45,6 +45,10 @@ class Media(Protocol):
         """Fill the area with the payload, if it is that of ``extent.tag`` and whole, as far as this engine can tell."""
         ...
 
+    def probe(self, area: int, extent: Extent) -> None:
+        """``read``, but NVMe itself is asked, even for an extent that was never written."""
+        ...
+
     def scrub(self, area: int) -> None:
         """Check a payload that no read checks, by way of the area; there may be none. What is wrong is lost."""
         ...

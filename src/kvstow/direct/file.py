@@ -59,6 +59,9 @@ class FileMedia:
         if checksum is None or xxh3_128_digest(view[HEADER_BYTES : HEADER_BYTES + extent.length]) != checksum:
             raise FrameError("the payload's checksum does not match")
 
+    def probe(self, area: int, extent: Extent) -> None:
+        self.read(area, extent)
+
     def scrub(self, area: int) -> None:
         return  # every read checks
 

@@ -5,8 +5,8 @@
 
 Chunks go one by one, as areas become free, so that a prompt may be larger than the staging; while one is on NVMe the
 next is copied. Where NVMe hangs they fail, after a while; an area that it may yet use stays its own until it answers.
-From the first that hung NVMe is not asked, and everything fails at once, until a trial, which nothing waits for, has
-read the extent that hung.
+From the first that hung NVMe is not asked, and everything fails at once, until a trial, which nothing waits for, is
+answered: it reads the extent that hung.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from math import inf
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from kvstow.direct.base import Extent, Media
 from kvstow.errors import CopyError, FrameError
@@ -27,6 +28,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 DRAIN_TIMEOUT_S = 30.0  # gigabytes at the speed of a slow disk
 HUNG_S = 30.0  # of one chunk on NVMe, and of nothing that ends while others wait
 ASIDE_S = 10.0  # between two things that nobody waits for: trials, scrubs
+_ANSWERS: Final = (OSError, CopyError, FrameError)  # besides success
 
 
 class Copied(NamedTuple):
@@ -160,7 +162,8 @@ class Pipeline(Generic[T]):
             while queue:
                 self._end(queue.popleft(), "the device is closed")
         self.drain()
-        hangs = self._hung is not None or self._executor.outstanding > self._aside
+        self._executor.poll()
+        hangs = self._executor.outstanding > self._aside or (self.hung and self._aside)
         if self._executor.close(0.0 if hangs else DRAIN_TIMEOUT_S):
             self._media.close()  # else a thread may still use its descriptor
 
@@ -181,15 +184,20 @@ class Pipeline(Generic[T]):
         self._do_aside()
 
     def _give_up(self) -> None:
-        """End what NVMe does not get on with, so that no request waits for it and no page is kept for it."""
+        """End what does not get on, so that no request waits for it and no page is kept for it."""
         now_s = self._clock.monotonic()
-        for item in [*self._moving, *self._loads, *self._stores]:
-            since_s = max(item.job.began_s, self._progress_s) if item.began_s is None else item.began_s
-            if now_s - since_s > HUNG_S:
-                self._drop(item, f"given up: NVMe did not answer within {HUNG_S:g} s")
-                if self._hung is None:
-                    self._hung, self._aside_s = item.extent, now_s + ASIDE_S
-        for item in [*self._moving, *self._loads, *self._stores] if self._hung is not None else ():
+        late = [
+            item for item in [*self._moving, *self._loads, *self._stores]
+            if now_s - (max(item.job.began_s, self._progress_s) if item.began_s is None else item.began_s) > HUNG_S
+        ]  # fmt: skip
+        if not self.hung and any(item in self._moving for item in late):
+            # Others are queued behind what has begun; where nothing has, behind a scrub.
+            stuck = min(self._moving, key=lambda item: inf if item.began_s is None else item.began_s)
+            self._hung, self._aside_s = stuck.extent, now_s + ASIDE_S
+        what = "NVMe did not answer" if self.hung else "no staging was free"
+        for item in late:
+            self._drop(item, f"given up: {what} within {HUNG_S:g} s")
+        for item in [*self._moving, *self._loads, *self._stores] if self.hung else ():
             if item.began_s is None:
                 self._drop(item, "not asked: NVMe does not answer")
 
@@ -199,12 +207,12 @@ class Pipeline(Generic[T]):
             item.area = -1  # ``_moved`` brings it back
         else:
             (self._loads if item.job.load else self._stores).remove(item)
-        item.job.io_failed += 1
+        item.job.io_failed += self.hung
         self._end(item, why)
 
     def _do_aside(self) -> None:
-        """What nobody waits for, one at a time: where NVMe hung, read that extent once more, for whatever is said of
-        it is an answer; where it has nothing to do, a scrub."""
+        """What nobody waits for, one at a time: where NVMe hung, ask for that extent once more, and an error is an
+        answer, too; where it has nothing to do, a scrub."""
         hung = self._hung
         busy = self._aside or not self._areas or (hung is None and self._jobs)
         if busy or self._closed or self._clock.monotonic() < self._aside_s:
@@ -215,11 +223,11 @@ class Pipeline(Generic[T]):
             self._aside = False
             self._areas.append(area)
             self._aside_s = self._clock.monotonic() + ASIDE_S
-            if hung is not None and (error is None or isinstance(error, FrameError)):
+            if hung is not None and (error is None or isinstance(error, _ANSWERS)):
                 self._hung, self._progress_s = None, self._clock.monotonic()
 
         media = self._media
-        work = partial(media.scrub, area) if hung is None else partial(media.read, area, hung)
+        work = partial(media.scrub, area) if hung is None else partial(media.probe, area, hung)
         self._aside = self._executor.submit(work, ended, urgent=hung is not None)
         if not self._aside:
             self._areas.append(area)

@@ -112,6 +112,14 @@ class RdsMedia:
     def read(self, area: int, extent: Extent) -> None:
         self._read(area, extent)
 
+    def probe(self, area: int, extent: Extent) -> None:
+        """Where a slot has no chunk, making it may be what hung."""
+        try:
+            self._chunk(self._slot(extent))
+        except (RuntimeError, ValueError) as error:
+            raise CopyError(str(error)) from error
+        self._read(area, extent)
+
     def _read(self, area: int, extent: Extent) -> bytes | None:
         """``read``; gives the payload's checksum, where there is one."""
         slot, staged = self._slot(extent), self._staged[area]

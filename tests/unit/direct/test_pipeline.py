@@ -65,6 +65,9 @@ class FakeMedia:
     def read(self, area: int, extent: Extent) -> None:
         self._move("read", extent)
 
+    def probe(self, area: int, extent: Extent) -> None:
+        self._move("probe", extent)
+
     def scrub(self, area: int) -> None:
         self.moves.append("scrub")
 
@@ -307,7 +310,7 @@ def test_after_a_hang_nothing_waits_until_a_trial_is_answered() -> None:
     rig.check_bypassed()
     assert rig.executor.pending == 0, "no trial at once"
     rig.trial()
-    assert rig.media.moves == ["read 1"], "what hung is read"
+    assert rig.media.moves == ["probe 1"], "what hung is asked for"
     assert not rig.pipeline.hung
     rig.submit(2, 4, 5, load=True)
     [end] = rig.run()
@@ -316,22 +319,86 @@ def test_after_a_hang_nothing_waits_until_a_trial_is_answered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "answered"),
-    [
-        (OSError(5, "Input/output error"), False), (CopyError("short"), False),
-        (FrameError("another chunk's"), True), (None, True),
-    ],
-)  # fmt: skip
-def test_a_trial_that_fails_comes_again(answer: Exception | None, answered: bool) -> None:
+    "answer", [OSError(5, "Input/output error"), CopyError("short"), FrameError("another chunk's"), None]
+)
+def test_a_drive_that_answers_with_an_error_is_not_bypassed(answer: Exception | None) -> None:
     rig = Hanging()
     rig.media.fails = {} if answer is None else {1: answer}
     rig.trial()
-    assert rig.pipeline.hung is not answered
-    if not answered:
-        rig.check_bypassed()
-        rig.media.fails = {}
-        rig.trial()
-        assert not rig.pipeline.hung
+    assert not rig.pipeline.hung
+    rig.check_idle()
+
+
+def test_a_trial_that_does_not_reach_the_drive_comes_again() -> None:
+    rig = Hanging()
+    rig.media.fails = {1: MemoryError()}
+    rig.trial()
+    assert rig.pipeline.hung
+    rig.check_bypassed()
+    rig.media.fails = {}
+    rig.trial()
+    assert not rig.pipeline.hung
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("load", [True, False])
+@pytest.mark.parametrize("first", range(3))
+def test_the_trial_is_of_what_hung_not_of_what_was_queued_behind_it(first: int, load: bool) -> None:
+    rig, ends = Rig(4), []
+    rig.submit(1, 0, 1, 2, load=load)
+    for item in rig.mover.copying():
+        rig.mover.finish(item)
+    assert rig.pipeline.ended() == []
+
+    def owner() -> None:
+        rig.clock.advance(HUNG_S + 1)
+        ends.extend(rig.pipeline.ended())
+        rig.clock.advance(ASIDE_S)
+        assert rig.pipeline.ended() == []
+
+    rig.media.during = owner
+    rig.executor.run(first)
+    rig.media.during = lambda: None
+    assert [(end.failed, end.io_failed) for end in ends] == [((0, 1, 2), 3)]
+    rig.media.moves.clear()
+    rig.executor.run_all()
+    assert rig.media.moves == [f"probe {first}"]
+    assert rig.pipeline.ended() == []
+    assert not rig.pipeline.hung
+    rig.check_idle()
+
+
+def test_slow_copies_are_not_nvme_that_hangs() -> None:
+    rig = Rig(4)
+    rig.submit(1, 1, 2, 3, 4, load=False)
+    rig.clock.advance(HUNG_S - 1)
+    rig.submit(2, 9, load=True)
+    rig.clock.advance(2)
+    assert rig.pipeline.ended() == []
+    assert not rig.pipeline.hung
+    ends = {end.ticket: end for end in rig.run()}
+    assert (ends[1].failed, ends[1].io_failed, ends[2].failed) == ((3,), 0, ())
+    assert "no staging was free within 30 s" in str(ends[1].error)
+    rig.check_idle()
+
+
+def test_a_scrub_that_hangs() -> None:
+    """It may have the only thread: requests do not wait for it one after another."""
+    rig = Rig()
+    rig.clock.advance(ASIDE_S)
+    rig.pipeline.ended()
+    rig.submit(1, 1, load=True)
+    rig.clock.advance(HUNG_S + 1)
+    assert [end.io_failed for end in rig.pipeline.ended()] == [1]
+    assert rig.pipeline.hung
+    rig.clock.advance(ASIDE_S)
+    assert rig.pipeline.ended() == []
+    assert rig.executor.pending == 2, "the scrub, and what was given up: no trial beside them"
+    rig.run()
+    rig.clock.advance(ASIDE_S)
+    rig.run()
+    assert not rig.pipeline.hung
+    assert rig.media.moves == ["scrub", "probe 1"]
     rig.check_idle()
 
 
@@ -368,6 +435,21 @@ def test_closing_while_nvme_hangs() -> None:
     rig.pipeline.close()
     assert rig.closed_within == [0.0]
     rig.executor.poll()
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("polled", [True, False])
+def test_closing_after_nvme_that_hung_has_answered(polled: bool) -> None:
+    rig = Rig()
+    rig.submit(1, 1, load=True)
+    rig.clock.advance(HUNG_S + 1)
+    assert [end.failed for end in rig.pipeline.ended()] == [(0,)]
+    rig.executor.run_all()
+    if polled:
+        assert rig.pipeline.ended() == []
+    rig.pipeline.close()
+    assert rig.closed_within == [DRAIN_TIMEOUT_S]
+    assert rig.media.closed == 1
     rig.check_idle()
 
 

@@ -76,6 +76,23 @@ def test_what_was_never_written() -> None:
         Rig().media.read(0, at(1, 1))
 
 
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_probe_asks_nvme_even_for_a_slot_never_filled(filled: bool) -> None:
+    rig, transfers = Rig(), []
+    if filled:
+        rig.media.write(0, at(1, 1))
+    rig.rds.after_transfer = lambda: transfers.append(1)
+    with pytest.raises(FrameError, match="never written" if not filled else "another chunk's"):
+        rig.media.probe(0, at(1, 2))
+    assert transfers
+    rig.rds.fail = "SYS_EIO"
+    with pytest.raises(CopyError, match="SYS_EIO"):
+        rig.media.probe(0, at(1, 2))
+    rig.rds.left_bytes = 0
+    with pytest.raises(CopyError, match="SYS_ENOSPC"):
+        rig.media.probe(0, at(2, 2))
+
+
 def test_nvme_that_is_full() -> None:
     rig = Rig(nvme_bytes=2 * EXTENT)
     rig.media.write(0, at(0, 0))
