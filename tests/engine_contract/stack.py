@@ -210,7 +210,8 @@ class Stack:
         assert self.pool.leased == 0, f"{self.pool.leased} slots are leased while nothing is under way"
         assert not self.engine.busy()
         assert not self.engine._fetches._waits, "somebody still waits for a fetch"
-        assert not self.side._jobs
+        assert not self.side._jobs._sent
+        assert not self.side._passed
         assert not self.side._tracked, f"still remembered: {list(self.side._tracked)}"
         assert not self.side.busy()
         for worker, side in zip(self.workers, self.worker_sides, strict=True):

@@ -37,7 +37,7 @@ class Drives(Sim):
 
     def state(self) -> float:
         self.stack.counter("hit_tokens")
-        state: float = self.stack.totals["gauges"].get("tier_state|direct", 0)
+        state: float = self.stack.totals["gauges"]["tier_state|direct"]
         return state
 
 
@@ -79,4 +79,12 @@ def test_only_who_asked_first_waits_for_nvme_that_hangs(
     assert sim.stores() > stores
     said = [record.message for record in caplog.records if "Tier direct" in record.message]
     assert said == ["Tier direct is bypassed: NVMe does not answer", "Tier direct is in use again"]
+    sim.close()
+
+
+def test_without_direct_storage_there_is_no_state_of_it() -> None:
+    sim = Sim()
+    sim.serve("a", prompt(50))
+    sim.stack.counter("hit_tokens")
+    assert "tier_state|direct" not in sim.stack.totals["gauges"]
     sim.close()

@@ -12,9 +12,10 @@ import pytest
 from kvstow.testing.manual import ManualExecutor
 from kvstow.testing.sim_requests import SimRequest
 from kvstow.vllm import fingerprint
+from kvstow.vllm.scheduler import SKIP_LOAD, SKIP_STORE
 from tests.engine_contract.scenario import Traffic
 from tests.engine_contract.sim import Sim, prompt
-from tests.engine_contract.stack import Shape, build_stack
+from tests.engine_contract.stack import Shape, build_stack, make_request
 from tests.engine_contract.vllm_scheduler import IDLE_STEPS, Driver
 
 
@@ -198,4 +199,45 @@ def test_a_rank_that_cannot_map_the_pool() -> None:
         driver.step()
     assert driver.finished("a")
     assert not driver.stack.connector.has_pending_push_work()
+    driver.close()
+
+
+SENT = [
+    *({"kv_transfer_params": value} for value in ("x", "", 7, 0.0, True, ["kvstow.skip_load"], [], {})),
+    *({"kv_transfer_params": {SKIP_LOAD: value, SKIP_STORE: value}} for value in ("no", ["a"], [], {}, {"a": 1}, 0.5)),
+    *({"lora_request": SimpleNamespace(lora_name=name, lora_path=name)} for name in ("", "\0", "~nobody", "\ud800")),
+    {"lora_request": SimpleNamespace(lora_name="a" * 9999, lora_path="a" * 9999)},
+    {"cache_salt": "\0"},
+    {"cache_salt": "한" * 9999},
+]
+
+
+@pytest.mark.parametrize("options", SENT, ids=lambda options: repr(options)[:60])
+def test_whatever_a_client_sends_concerns_only_its_request(options: dict[str, Any]) -> None:
+    sim = Sim(Shape(prefix_caching=False))
+    tokens = prompt(50)
+    sim.serve("odd\x1b\n", tokens, **options)
+    sim.serve("odd again", tokens, **options)
+    sim.serve("plain", tokens)
+    loads = sim.engine.loaded_tokens
+    sim.serve("plain again", tokens)
+    assert sim.engine.loaded_tokens == loads + 48
+    sim.close()
+
+
+@pytest.mark.parametrize("value", ["x", 7, ["kvstow.skip_load"]])
+def test_transfer_parameters_that_are_none_by_any_reading(value: Any) -> None:
+    """As vLLM 0.30 passes them on; later versions fail such a request themselves."""
+    shape = Shape(prefix_caching=False)
+    driver = Driver(shape)
+    tokens = prompt(50)
+    for number in range(2):
+        request = make_request(shape, f"r{number}", tokens)
+        request.kv_transfer_params = {}
+        driver.requests[request.request_id], driver.outputs[request.request_id] = request, []
+        driver.scheduler.add_request(request)
+        request.kv_transfer_params = value
+        driver.run()
+    driver.settle()
+    assert driver.stack.workers[0].device.loads == 1
     driver.close()

@@ -275,7 +275,7 @@ def test_b10_reset_between_a_load_and_its_first_step() -> None:
     sim.step(work=True)
     sim.step()
     assert sim.loads() == 1
-    assert not sim.stack.side._jobs, "the load has been reported"
+    assert not sim.stack.side._jobs._sent, "the load has been reported"
     assert not warm.num_output_tokens, "its blocks are filled; it has not run yet"
     assert sim.stack.connector.reset_cache()
     sim.settle()

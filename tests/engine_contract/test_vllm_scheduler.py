@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvstow.testing.faults import unavailable
+from kvstow.testing.sim_requests import SimOutput
+from kvstow.vllm.jobs import JOB_DEADLINE_S
+from kvstow.vllm.metadata import WorkerMeta
 from tests.engine_contract.scenario import Traffic, random_failures, random_shape
 from tests.engine_contract.seeds import seeds
 from tests.engine_contract.sim import prompt
@@ -92,22 +96,30 @@ def test_roles(role: str) -> None:
     driver.close()
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_a_request_without_room_lets_those_pass_whose_loads_keep_it(found: bool) -> None:
-    """vLLM 0.30 asks in order, and goes no further than to the first request that has no room. Here that one waited for
-    a lower tier, which gives it what it has or not, while two behind it were loaded; each of the three takes 40 % of
-    the blocks."""
-    shape = Shape(num_blocks=26, batched_tokens=256, prefix_caching=False, lower_tier=True, pool_slots=64)
-    driver = Driver(shape, fetch_deadline_s=10.0)
-    prompts = [prompt(170, seed) for seed in range(3)]
+def stored(driver: Driver, prompts: Sequence[Sequence[int]], *lower: int) -> None:
+    """All of ``prompts`` are stored; those numbered ``lower`` are in the lower tier only."""
     for i, tokens in enumerate(prompts):
         driver.add(f"stored{i}", tokens)
         driver.run()
         driver.settle()
     engine = driver.stack.engine
-    for lease in engine.hold("", driver.stack.keys(driver.requests["stored0"])):
-        engine._index.drop(lease)
-        lease.release()
+    for i in lower:
+        for lease in engine.hold("", driver.stack.keys(driver.requests[f"stored{i}"])):
+            engine._index.drop(lease)
+            lease.release()
+
+
+CROWDED = Shape(num_blocks=26, batched_tokens=256, prefix_caching=False, lower_tier=True, pool_slots=64)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_request_without_room_lets_those_pass_whose_loads_keep_it(found: bool) -> None:
+    """vLLM 0.30 asks in order, and goes no further than to the first request that has no room. Here that one waited for
+    a lower tier, which gives it what it has or not, while two behind it were loaded; each of the three takes 40 % of
+    the blocks."""
+    driver = Driver(CROWDED, fetch_deadline_s=10.0)
+    prompts = [prompt(170, seed) for seed in range(3)]
+    stored(driver, prompts, 0)
     if not found:
         assert driver.stack.store is not None
         driver.stack.store.faults.append(unavailable("read"))
@@ -119,4 +131,80 @@ def test_a_request_without_room_lets_those_pass_whose_loads_keep_it(found: bool)
     driver.run()
     driver.settle()
     assert driver.stack.workers[0].device.loads == 2 + found
+    driver.close()
+
+
+@pytest.mark.parametrize("lost", ["all", "half"])
+@pytest.mark.parametrize("large", [1, 6])
+def test_a_request_without_room_lets_those_pass_whose_loads_failed(large: int, lost: str) -> None:
+    """vLLM 0.30 keeps room for a request whose load failed, until it has run; and that one is behind ``large`` others,
+    which waited for a lower tier and have no room for it. One more gives up on the way."""
+    driver = Driver(
+        CROWDED, fetch_deadline_s=10.0,
+        fails=lambda load, transfers: range(0 if lost == "all" else len(transfers) // 2, len(transfers)) if load else (),
+    )
+    prompts = [*(prompt(250, seed) for seed in range(large)), prompt(170, 100)]
+    stored(driver, prompts, *range(large))
+    for i, tokens in enumerate(prompts):
+        driver.add(f"r{i}", tokens, 4)
+    driver.step()
+    waiting = [driver.requests[f"r{i}"].status.name for i in range(large + 1)]
+    assert waiting == ["WAITING"] * large + ["WAITING_FOR_REMOTE_KVS"]
+    driver.add("gone", prompts[0], 4)
+    for _ in range(4):
+        driver.stack.work(1.0)
+        driver.step()
+    driver.abort("gone")
+    begun = driver.steps
+    driver.run()
+    assert driver.steps - begun < 20 * (large + 1), "steps in which nothing was done"
+    driver.settle()
+    driver.close()
+
+
+def test_who_gives_up_is_not_remembered_as_passed() -> None:
+    """However many come and go while nothing can be done."""
+    driver = Driver(CROWDED, fetch_deadline_s=10.0)
+    side, idle = driver.stack.side, SimOutput()
+    stored(driver, [prompt(50)])
+    for number in range(50):
+        request = driver.add(f"r{number}", prompt(50))
+        side.num_new_matched_tokens(request, 0)
+        side.build_meta(idle)
+        assert side._passed == {f"r{number}"}
+        assert side.num_new_matched_tokens(request, 0) == (None, False), "who had no room lets others pass"
+        driver.abort(f"r{number}")
+    driver.settle()
+    driver.close()
+
+
+def test_a_request_without_room_lets_others_pass_after_reports_were_lost() -> None:
+    """Something that nobody foresaw switches kvstow off as the workers report a load, part of which failed: vLLM keeps
+    its blocks, and the request in front has no room."""
+    driver = Driver(
+        CROWDED, fetch_deadline_s=10.0,
+        fails=lambda load, transfers: range(len(transfers) // 2, len(transfers)) if load else (),
+    )
+    driver.may_break = True
+    prompts = [prompt(250, 0), prompt(170, 1)]
+    stored(driver, prompts, 0)
+    for i, tokens in enumerate(prompts):
+        driver.add(f"r{i}", tokens, 4)
+    driver.step()
+    assert driver.requests["r1"].status.name == "WAITING_FOR_REMOTE_KVS"
+    side = driver.stack.side
+    take = side.update_from_workers
+
+    def lose(meta: WorkerMeta) -> None:
+        if meta.jobs:
+            raise ZeroDivisionError
+        take(meta)
+
+    side.update_from_workers = lose  # type: ignore[method-assign]
+    for _ in range(4):
+        driver.stack.work(1.0)
+        driver.step()
+    assert side._broken
+    driver.stack.clock.advance(JOB_DEADLINE_S)
+    driver.run()
     driver.close()

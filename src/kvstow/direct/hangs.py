@@ -9,15 +9,18 @@ from kvstow.metrics import Metrics
 
 logger = logging.getLogger("kvstow")
 
-BYPASSED = 2  # of ``tier_state``: as a breaker that is open
+WORKING, BYPASSED = 0, 2  # of ``tier_state``: as a breaker that is closed, or open
 
 
 class Hangs:
     """True while there is a rank whose NVMe does not answer: no chunk is whole without it."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, used: bool) -> None:
+        """``used``: chunks have their places in direct storage. Without, no rank is ever heard of."""
         self._metrics = metrics
         self._ranks: set[tuple[int, int]] = set()
+        if used:
+            metrics.gauge("tier_state", WORKING, tier="direct")
 
     def __bool__(self) -> bool:
         return bool(self._ranks)
@@ -28,4 +31,4 @@ class Hangs:
         self._ranks = {rank for rank in self._ranks | ranks.keys() if ranks.get(rank, True)}
         if bool(self) is not before:
             logger.warning("Tier direct is bypassed: NVMe does not answer" if self else "Tier direct is in use again")
-            self._metrics.gauge("tier_state", BYPASSED if self else 0, tier="direct")
+            self._metrics.gauge("tier_state", BYPASSED if self else WORKING, tier="direct")

@@ -47,9 +47,6 @@ class Jobs:
         self._sent: dict[int, Sent] = {}
         self._next = 0
 
-    def __len__(self) -> int:
-        return len(self._sent)
-
     def new(
         self,
         tracked: Tracked,

@@ -57,7 +57,7 @@ class SchedulerSide:
         self._mount = mount
         self._ranks = len(mount.shards)
         self._mounted = 0
-        self._hung = Hangs(metrics)  # while it is true, direct storage is bypassed
+        self._hung = Hangs(metrics, used=engine.place_tier == "direct")  # while it is true, direct storage is bypassed
         self._loads = loads
         self._stores = stores
         self._clock = clock
@@ -67,8 +67,8 @@ class SchedulerSide:
         self._taint = None if engine.exact or not stores else Taint(rules)
         self._times = StepTimes(engine, clock)
         self._next_meta = StepMeta()
-        self._answered = False  # a request was, in this step, and not admitted
-        self._refused = 0  # steps of which that was all
+        self._last: str | None = None  # the request that was answered last in this step, if none was admitted since
+        self._passed: set[str] = set()  # requests that had no room in steps which did nothing else
         self._resets = 0
         self._started_s = clock.monotonic()
         self._broken = False
@@ -82,11 +82,12 @@ class SchedulerSide:
         Asked on every step while the request waits, so idempotent and cheap.
         """
         tokens, asynchronous = self._matched(request, computed_tokens)
-        if tokens is None:
+        # vLLM 0.30 admits nobody behind a request that has no room, even who keeps that room, for a load or after one
+        # that failed. So who had none asks again, and those behind it are asked, until a step does something.
+        if tokens is None or request.request_id in self._passed:
             return None, False
-        # vLLM 0.30 admits nobody behind a request that has no room, even one whose load keeps that room: let it pass.
-        self._answered = True
-        return (None, False) if self._refused % 2 else (tokens, asynchronous)
+        self._last = request.request_id
+        return tokens, asynchronous
 
     def _matched(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self._tracked.get(request.request_id)
@@ -113,7 +114,8 @@ class SchedulerSide:
         return not self._broken and self._clock.monotonic() - self._started_s < JOB_DEADLINE_S
 
     def _track(self, request: Request) -> Tracked:
-        params = request.kv_transfer_params or {}
+        # Not always what vLLM says: in ``vllm_xargs`` a client may send anything under this name.
+        params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
         namespace = self._namespace_of(request)
         tracked = Tracked(
             request,
@@ -144,7 +146,7 @@ class SchedulerSide:
     def update_state_after_alloc(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         """vLLM's hook: ``external_tokens`` after the local hit are to be loaded into ``block_ids`` (all blocks of the
         request, in order). 0 means that nothing is loaded, whatever was answered before."""
-        self._answered = False
+        self._last = None
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -230,8 +232,11 @@ class SchedulerSide:
             if self._stores:
                 self._offer_new(output)
                 self._offer_cached(output)
-        stalled = self._answered and not output.total_num_scheduled_tokens and not self._jobs
-        self._answered, self._refused = False, self._refused + 1 if stalled else 0
+        if self._last is not None and not output.total_num_scheduled_tokens and not self._jobs.busy():
+            self._passed.add(self._last)
+        else:
+            self._passed.clear()
+        self._last = None
         meta, self._next_meta = self._next_meta, StepMeta()
         meta.preempted = set(output.preempted_req_ids or ())
         meta.has_forward = output.total_num_scheduled_tokens > 0
@@ -336,6 +341,7 @@ class SchedulerSide:
         if tracked is None:
             return False
         self._forget(request.request_id)
+        self._passed.discard(request.request_id)
         if tracked.loading is not None:
             return False  # vLLM keeps the blocks itself until the workers report the load's end
         if self._rules.save_decode and tracked.store and tracked.blocks and not _aborted(request):
