@@ -96,8 +96,9 @@ def test_a_server_that_ends_while_starting_is_diagnosed(tmp_path: Path, monkeypa
 
 def test_interrupt_while_starting_leaves_nothing(tmp_path: Path) -> None:
     program = f"""
-import sys, demo.server as s
+import signal, sys, demo.server as s
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 s.STOP_TIMEOUT_S = 0.5
 server = s.Server(Path("model"), log=Path({str(tmp_path / "log")!r}))
 server._command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(600)"]
