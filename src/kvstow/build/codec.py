@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 EXTRA = ("numpy", "backports")  # what the extra installs
 
 
-def codec_names(settings: Settings, tiers: Iterable[str]) -> dict[str, str] | None:
+def codec_names(settings: Settings, tiers: Collection[str]) -> dict[str, str] | None:
     """Each tier's codec; None: none can be had, nor is any wanted.
 
     Raises ``SettingsError`` where a codec's libraries are not installed.
     """
-    names = {tier: getattr(getattr(settings, tier, None), "codec", RAW) for tier in tiers}
+    coded = [tier for tier in tiers if hasattr(getattr(settings, tier, None), "codec")]
+    names = dict.fromkeys(tiers, RAW) | {tier: getattr(settings, tier).codec for tier in coded}
     try:
         import_module("kvstow.codec.choose")
     except ModuleNotFoundError as error:

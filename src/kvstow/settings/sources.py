@@ -155,10 +155,15 @@ def _checked(leaf: Leaf, raw: object, source: str, *, from_text: bool) -> Any:
         raise SettingsError(f"setting {leaf.key}{value} (from {source}): {error}") from None
 
 
+_PLAIN = re.compile(r"[\w./-]*")
+
+
 def shown(raw: object) -> str:
-    """A wrong value, for a message: nothing of a mapping or a list, where passwords may be."""
+    """A wrong value, for a message: nothing of a mapping, or a list but of plain words, where passwords may be."""
     if isinstance(raw, str):
         return repr(masked(raw)[:SHOWN_CHARACTERS])
+    if isinstance(raw, list) and all(isinstance(item, str) and _PLAIN.fullmatch(item) for item in raw):
+        return repr(str(raw)[:SHOWN_CHARACTERS])
     try:
         return repr(raw) if isinstance(raw, int | float | None) else f"a {type(raw).__name__}"
     except ValueError:  # an integer of thousands of digits
