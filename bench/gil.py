@@ -9,6 +9,7 @@ disk are shared either way, so the ratio of the two times is what the threads ta
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,10 +33,11 @@ from kvstow.store.base import Done
 
 THREADS: Final = 2
 CHUNKS: Final = 32
+REST_S: Final = 0.05  # until the last calls have ended
 REQUESTS: Final = 2000
 STEPS: Final = 120  # of the victim in one run: some 0.25 s
-RUNS: Final = 4  # in a measurement, of which the fastest counts: whatever else the machine does only adds
-ROUNDS: Final = 15
+RUNS: Final = 3  # in a measurement, of which the fastest counts: whatever else the machine does only adds
+ROUNDS: Final = 40  # short ones: what else the machine does changes from second to second
 
 
 def victim() -> float:
@@ -51,12 +54,13 @@ def victim() -> float:
 
 
 class Load:
-    """Writes and reads on ``THREADS`` threads until stopped: flat out, or ``bytes_s`` in all."""
+    """Writes and reads on ``THREADS`` threads while it is told to: flat out, or ``bytes_s`` in all."""
 
-    def __init__(self, root: Path, bytes_s: float | None = None) -> None:
-        self._pause_s = 0.0 if bytes_s is None else THREADS * 2 * GROUP.frame_bytes / bytes_s
+    def __init__(self, root: Path) -> None:
+        self._pause_s = 0.0
         self._frames = Frames()
         self._store = open_store(root)
+        self._go = threading.Event()
         self._stop = threading.Event()
         self._moved = [0] * THREADS
         self._executor = ThreadExecutor("gil", threads=THREADS)
@@ -73,26 +77,29 @@ class Load:
         keys = [self._frames.key(which * CHUNKS + i) for i in range(CHUNKS)]
         store.delete(keys)
         due = time.perf_counter()
-        while not self._stop.is_set():
-            for chunk, key in enumerate(keys):
-                if self._pause_s:
-                    due = max(due + self._pause_s, time.perf_counter() - self._pause_s)
-                    self._stop.wait(max(0.0, due - time.perf_counter()))
-                self._frames.seal(which * CHUNKS + chunk, slot)
-                assert store.write([(key, [slot])]) == [Done(len(slot))]
-                assert store.read([(key, slot)]) == [Done(len(slot))]
-                frame.check(slot, len(slot), key, GROUP)
-                store.delete([key])
-                self._moved[which] += 2 * len(slot)
-                if self._stop.is_set():
-                    break
+        for chunk, key in cycle(enumerate(keys)):
+            self._go.wait()
+            if self._pause_s:
+                due = max(due + self._pause_s, time.perf_counter() - self._pause_s)
+                self._stop.wait(max(0.0, due - time.perf_counter()))
+            if self._stop.is_set():
+                break
+            self._frames.seal(which * CHUNKS + chunk, slot)
+            assert store.write([(key, [slot])]) == [Done(len(slot))]
+            assert store.read([(key, slot)]) == [Done(len(slot))]
+            frame.check(slot, len(slot), key, GROUP)
+            store.delete([key])
+            self._moved[which] += 2 * len(slot)
 
-    @property
-    def moved_bytes(self) -> int:
+    def set(self, bytes_s: float) -> int:
+        """Go on at this rate: 0 is a halt, infinite is flat out. Returns how many bytes were moved so far."""
+        self._pause_s = THREADS * 2 * GROUP.frame_bytes / bytes_s if bytes_s else 0.0
+        (self._go.set if bytes_s else self._go.clear)()
         return sum(self._moved)
 
     def close(self) -> None:
         self._stop.set()
+        self._go.set()
         while self._executor.outstanding:
             self._executor.wait(60.0)
             self._executor.poll()
@@ -101,43 +108,42 @@ class Load:
 
 
 @contextmanager
-def inside(root: Path, bytes_s: float | None = None) -> Iterator[Callable[[], int]]:
-    """The load in this process. Yields what says how many bytes it has moved."""
-    load = Load(root, bytes_s)
+def inside(root: Path) -> Iterator[Callable[[float], int]]:
+    """The load in this process, halted. Yields its ``set``."""
+    load = Load(root)
     try:
-        yield lambda: load.moved_bytes
+        yield load.set
     finally:
         load.close()
 
 
 @contextmanager
-def outside(root: Path, bytes_s: float) -> Iterator[Callable[[], int]]:
-    """The load in another process."""
-    command = [sys.executable, "-m", "bench.gil", "--load", str(root), "--rate", str(bytes_s)]
+def outside(root: Path) -> Iterator[Callable[[float], int]]:
+    """The load in another process, halted. Yields its ``set``."""
+    command = [sys.executable, "-m", "bench.gil", "--load", str(root)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     asked, told = process.stdin, process.stdout
 
-    def moved() -> int:
-        asked.write("\n")
+    def set_(bytes_s: float) -> int:
+        asked.write(f"{bytes_s}\n")
         asked.flush()
         return int(told.readline())
 
     try:
-        moved()
-        yield moved
+        yield set_
     finally:
         asked.close()
         process.wait()
         told.close()
 
 
-def serve(root: Path, bytes_s: float) -> None:
-    """The other process: says what it has moved for each line that comes, until none does."""
-    load = Load(root, bytes_s)
-    for _ in sys.stdin:
-        print(load.moved_bytes, flush=True)
+def serve(root: Path) -> None:
+    """The other process: sets the rate that each line says, until none comes, and answers what it has moved."""
+    load = Load(root)
+    for line in sys.stdin:
+        print(load.set(float(line)), flush=True)
     load.close()
 
 
@@ -147,23 +153,24 @@ def run(rounds: int = ROUNDS, folder: Path = OUT) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"alone": [], "inside": [], "outside": []}
     rates: dict[str, list[float]] = {"inside": [], "outside": []}
 
-    def measure(name: str, moved: Callable[[], int]) -> None:
+    def measure(name: str, set_: Callable[[float], int], bytes_s: float) -> None:
+        set_(bytes_s)
         victim()
-        before, began = moved(), time.perf_counter()
+        before, began = set_(bytes_s), time.perf_counter()
         seconds[name].append(min(victim() for _ in range(RUNS)))
-        rates[name].append((moved() - before) / 1e9 / (time.perf_counter() - began))
+        rates[name].append((set_(0.0) - before) / 1e9 / (time.perf_counter() - began))
+        time.sleep(REST_S)
 
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-gil-") as root:
         victim()
-        for _ in range(rounds):
-            seconds["alone"].append(min(victim() for _ in range(RUNS)))
-            with inside(Path(root)) as moved:
-                measure("inside", moved)
-            with outside(Path(root), rates["inside"][-1] * 1e9) as moved:
-                measure("outside", moved)
+        with inside(Path(root, "inside")) as here, outside(Path(root, "outside")) as there:
+            for _ in range(rounds):
+                seconds["alone"].append(min(victim() for _ in range(RUNS)))
+                measure("inside", here, math.inf)
+                measure("outside", there, statistics.fmean(rates["inside"]) * 1e9)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     result = {f"{name}_s": took for name, took in median.items()}
-    result |= {f"{name}_io_gb_s": statistics.median(rate) for name, rate in rates.items()}
+    result |= {f"{name}_io_gb_s": statistics.fmean(rate) for name, rate in rates.items()}
     pairs = zip(seconds["inside"], seconds["outside"], strict=True)
     result["victim_slowdown"] = statistics.median(inside / outside for inside, outside in pairs)
     return {"gil": {**result, "threads": THREADS, "rounds": rounds}}
@@ -185,10 +192,9 @@ def table(result: dict[str, Any]) -> Table:
 def main() -> None:
     parser = options(__doc__, ROUNDS, OUT / "bench_gil.json", OUT)
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
-        serve(arguments.load, arguments.rate)
+        serve(arguments.load)
         return
     result = run(arguments.rounds, arguments.folder)
     finish(result, table(result), arguments.out)

@@ -42,8 +42,8 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from itertools import starmap
 from typing import Final, NamedTuple
 
 from blake3 import blake3
@@ -83,8 +83,7 @@ class FrameSpan(NamedTuple):
     shard: int
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
+class FrameHeader(NamedTuple):
     """What a header page says. ``parse_header`` guarantees all bounds of the table in this module's docstring."""
 
     key: ChunkKey
@@ -106,7 +105,7 @@ class FrameHeader:
     @property
     def frame_length(self) -> int:
         """Bytes of the whole frame, padding included."""
-        return max(span.offset + align_up(span.length) for span in self.spans)
+        return self.spans[-1].offset + align_up(self.spans[-1].length)
 
 
 class PayloadChecksum:
@@ -131,7 +130,8 @@ class PayloadChecksum:
         return None if self._mac is None else self._mac.digest()
 
 
-def frame_spans(lengths: Sequence[int]) -> tuple[FrameSpan, ...]:
+@lru_cache(maxsize=256)
+def frame_spans(lengths: tuple[int, ...]) -> tuple[FrameSpan, ...]:
     """The span table for payload spans of these lengths, a shard each, packed behind the header page."""
     spans: list[FrameSpan] = []
     at = HEADER_BYTES
@@ -188,7 +188,8 @@ def seal(
     for span in spans:
         end = span.offset + span.length
         payload.update(frame[span.offset : end])
-        frame[end : span.offset + align_up(span.length)] = _ZEROS[: align_up(span.length) - span.length]
+        if padding := -end % ALIGN:
+            frame[end : end + padding] = _ZEROS[:padding]
     raw_length = sum(layout_group.payload_lengths)
     header = FrameHeader(key, parent, tokens, raw_length, spans, b"", created, lossy=lossy)
     write_header(frame, header, payload, integrity_key)
@@ -250,28 +251,18 @@ def parse_header(page: memoryview | bytes) -> FrameHeader:
         codec_id, parameters_length, parameters, raw_length, payload_length, created, count,
     ) = _HEAD.unpack_from(page)  # fmt: skip
     _require(magic == MAGIC and header_length == HEADER_BYTES, "not a frame of this format")
-    _require(flags & ~(_LOSSY | _KEYED) == 0, f"unknown flags {flags:#x}")
+    _require(flags & ~(_LOSSY | _KEYED) == 0, "unknown flags")
     _require(1 <= hash_length <= MAX_PREFIX_HASH_BYTES and parent_length <= MAX_PREFIX_HASH_BYTES, "hash lengths")
     _require(tokens >= 1 and parameters_length <= MAX_CODEC_PARAMETER_BYTES, "token or parameter count")
-    _require(1 <= count <= MAX_SPANS, f"{count} spans")
-    spans = tuple(FrameSpan._make(_SPAN.unpack_from(page, _SPANS_AT + i * _SPAN.size)) for i in range(count))
+    _require(1 <= count <= MAX_SPANS and raw_length <= _MAX_BYTES, "span count or raw length")
+    spans = tuple(starmap(FrameSpan, _SPAN.iter_unpack(page[_SPANS_AT : _SPANS_AT + count * _SPAN.size])))
     _require_spans(spans, payload_length)
     key = ChunkKey.build(Namespace(namespace), group, prefix_hash[:hash_length])
-    header = FrameHeader(
-        key=key,
-        parent=parent[:parent_length],
-        tokens=tokens,
-        raw_length=raw_length,
-        spans=spans,
-        checksum=bytes(page[_CHECKSUM_AT:_MAC_AT]),
-        created=created / _MICROSECONDS,
-        lossy=bool(flags & _LOSSY),
-        codec_id=codec_id,
-        codec_parameters=parameters[:parameters_length],
-        mac=bytes(page[_MAC_AT : _MAC_AT + _MAC_BYTES]) if flags & _KEYED else None,
-    )
-    _require(raw_length <= _MAX_BYTES, "raw length")
-    return header
+    mac = bytes(page[_MAC_AT : _MAC_AT + _MAC_BYTES]) if flags & _KEYED else None
+    return FrameHeader(
+        key, parent[:parent_length], tokens, raw_length, spans, bytes(page[_CHECKSUM_AT:_MAC_AT]),
+        created / _MICROSECONDS, bool(flags & _LOSSY), codec_id, parameters[:parameters_length], mac,
+    )  # fmt: skip
 
 
 def verify(
@@ -301,15 +292,14 @@ def _derive(integrity_key: bytes, context: str) -> bytes:
     return blake3(integrity_key, derive_key_context=context).digest()
 
 
-def _require_spans(spans: Iterable[FrameSpan], payload_length: int) -> None:
-    end = HEADER_BYTES
-    total = 0
-    for span in spans:
-        _require(span.offset >= end and span.offset % ALIGN == 0, f"span at {span.offset}")
-        _require(1 <= span.length <= _MAX_BYTES and span.offset <= _MAX_BYTES, f"span of {span.length} bytes")
-        end = span.offset + align_up(span.length)
-        total += span.length
-    _require(total == payload_length, f"payload of {payload_length} bytes in spans of {total}")
+def _require_spans(spans: tuple[FrameSpan, ...], payload_length: int) -> None:
+    end, total = HEADER_BYTES, 0
+    for offset, length, _ in spans:
+        if offset < end or offset % ALIGN or not 1 <= length <= _MAX_BYTES or offset > _MAX_BYTES:
+            raise FrameError(f"a span of {length} bytes at {offset}")
+        end = offset + align_up(length)
+        total += length
+    _require(total == payload_length, "payload length")
 
 
 def _require(true: bool, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 from blake3 import blake3
@@ -11,6 +12,8 @@ FORMAT_VERSION: Final = 1
 NAMESPACE_BYTES: Final = 32
 GROUP_BYTES: Final = 2
 MAX_PREFIX_HASH_BYTES: Final = 64
+
+DIGESTS_KEPT: Final = 4096  # of keys used last: a chunk's calls (contains, write, read, delete) come close together
 
 _HEAD_BYTES: Final = NAMESPACE_BYTES + GROUP_BYTES
 
@@ -71,10 +74,15 @@ class ChunkKey(bytes):
 
     def digest(self) -> bytes:
         """32 bytes that name this key outside the process (file names, remote keys)."""
-        return blake3(self).digest()
+        return _digest(self)
 
     def __repr__(self) -> str:
         return f"ChunkKey({self.namespace[:4].hex()}…/{self.group}/{self.prefix_hash[:8].hex()}…)"
+
+
+@lru_cache(maxsize=DIGESTS_KEPT)
+def _digest(key: bytes) -> bytes:
+    return blake3(key).digest()
 
 
 def chunk_keys(

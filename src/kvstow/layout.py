@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 ALIGN: Final = 4096
@@ -58,7 +59,7 @@ class GroupPages:
         return sum(layer.page_bytes for layer in self.layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupLayout:
     """Geometry of one group's chunks over all ranks.
 
@@ -74,12 +75,12 @@ class GroupLayout:
     def chunk_tokens(self) -> int:
         return self.block_tokens * self.blocks_per_chunk
 
-    @property
+    @cached_property
     def payload_lengths(self) -> tuple[int, ...]:
         """Payload bytes of each shard's span, without padding."""
         return tuple(b * self.blocks_per_chunk for b in self.shard_block_bytes)
 
-    @property
+    @cached_property
     def frame_bytes(self) -> int:
         """Header page plus every span padded to ``ALIGN``."""
         return HEADER_BYTES + sum(align_up(n) for n in self.payload_lengths)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -89,7 +88,7 @@ class MarkCoder:
             words = words_in(part)
             words[:, 1] = ~words[:, 0] ^ numpy.uint64(1)
             payload.update(part)
-        frame.write_header(copy, replace(header, lossy=True), payload, None)
+        frame.write_header(copy, header._replace(lossy=True), payload, None)
         return copy
 
     def knows(self, header: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,9 +111,9 @@ def test_a_header_that_claims_more_than_a_chunk_can_have_is_not_followed(tmp_pat
     filled(tmp_path)
     path = file_of(tmp_path, KEYS[3])
     header = frame.parse_header(path.read_bytes()[:4096])
-    spans = frame.frame_spans([1 << 40])
+    spans = frame.frame_spans((1 << 40,))
     page = memoryview(bytearray(4096))
-    frame.write_header(page, replace(header, spans=spans, raw_length=1 << 40), frame.PayloadChecksum(), None)
+    frame.write_header(page, header._replace(spans=spans, raw_length=1 << 40), frame.PayloadChecksum(), None)
     path.write_bytes(page)
     os.truncate(path, 4096 + (1 << 40))
     bad: list[bytes] = []
@@ -131,7 +130,7 @@ def test_frames_longer_than_the_buffer_and_coded_ones_are_whole(tmp_path: Path) 
     coded = memoryview(bytearray(4096 + 8192))
     payload = frame.PayloadChecksum()
     payload.update(coded[4096 : 4096 + 5000])
-    header = frame.FrameHeader(KEYS[1], b"", 16, 9_000_006, frame.frame_spans([5000]), b"", 0.0, True, 4, b"p")
+    header = frame.FrameHeader(KEYS[1], b"", 16, 9_000_006, frame.frame_spans((5000,)), b"", 0.0, True, 4, b"p")
     frame.write_header(coded, header, payload, None)
     assert write_one(store, KEYS[1], bytes(coded)) == Done(len(coded))
     bad: list[bytes] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 from kvstow import frame
@@ -76,9 +75,8 @@ class FrameCoder:
         if at >= len(sealed):
             return sealed
         kind = self._codec.kind
-        coded = replace(
-            header,
-            spans=frame.frame_spans(lengths),
+        coded = header._replace(
+            spans=frame.frame_spans(tuple(lengths)),
             lossy=self._codec.lossy,
             codec_id=kind.codec_id,
             codec_parameters=bytes([kind.version]) + kind.parameters,

@@ -122,7 +122,7 @@ def test_kinds_that_are_known() -> None:
 
 def forged(data: memoryview, **changes: Any) -> memoryview:
     """The same payload behind another header, with checksums that match."""
-    header = replace(frame.parse_header(data[:HEADER_BYTES]), **changes)
+    header = frame.parse_header(data[:HEADER_BYTES])._replace(**changes)
     whole = memoryview(bytearray(header.frame_length))
     copied = min(len(whole), len(data))
     whole[:copied] = data[:copied]
@@ -166,12 +166,12 @@ def test_headers_that_do_not_fit_the_layout_or_the_codec_are_frame_errors(name: 
         {"raw_length": 1 << 61},
         {"tokens": TOKENS + 1},
         {"spans": (one,)},
-        {"spans": frame.frame_spans([one.length, two.length, 5])},
-        {"spans": frame.frame_spans([one.length + 4096, two.length])},
-        {"spans": frame.frame_spans([two.length, one.length])},
+        {"spans": frame.frame_spans((one.length, two.length, 5))},
+        {"spans": frame.frame_spans((one.length + 4096, two.length))},
+        {"spans": frame.frame_spans((two.length, one.length))},
         {"spans": (one, two._replace(shard=0))},
         {"spans": (one._replace(offset=8192), two._replace(offset=two.offset + 8192))},
-        {"spans": frame.frame_spans([one.length - 1, two.length])},
+        {"spans": frame.frame_spans((one.length - 1, two.length))},
         {"key": key(2)},
     ):
         with pytest.raises(FrameError):

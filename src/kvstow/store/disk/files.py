@@ -42,8 +42,11 @@ def aligned(parts: Sequence[Buffer]) -> bool:
     The kernel's own limits are often smaller and differ by device and version; these satisfy all. The address of a
     read-only buffer can't be seen from here: it counts as not aligned.
     """
-    whole = (part for part in parts if len(part))
-    return all(not len(p) % ALIGN and not p.readonly and not addressof(c_char.from_buffer(p)) % ALIGN for p in whole)
+    for part in parts:
+        length = len(part)
+        if length and (length % ALIGN or part.readonly or addressof(c_char.from_buffer(part)) % ALIGN):
+            return False
+    return True
 
 
 def buffered(fd: int) -> None:
@@ -58,7 +61,7 @@ def read_all(fd: int, parts: Sequence[Buffer], start: int = 0) -> int:
 
 def write_all(fd: int, parts: Sequence[Buffer]) -> int:
     """Write the concatenation of ``parts`` at the file's start. Returns its length."""
-    length = sum(len(part) for part in parts)
+    length = sum(map(len, parts))
     if _move(os.pwritev, fd, parts) < length:
         raise OSError(errno.EIO, "a write of 0 bytes")
     return length

@@ -68,6 +68,8 @@ class Index:
 
     def drop(self, digest: bytes) -> int | None:
         """Forget a file. Returns the size that it was known with."""
+        if digest not in self._entries:
+            return None
         with self._lock:
             if (entry := self._entries.pop(digest, None)) is None:
                 return None

@@ -194,15 +194,14 @@ class DiskStore:
     ) -> R:  # fmt: skip
         """``otherwise`` where the key's directory is one of several and does not work."""
         digest = key.digest()
+        if len(self._spread) == 1:
+            return method(self._spread[0], key.namespace, digest, *arguments, **named)
         which = int.from_bytes(digest[-4:], "little") % len(self._spread)
         if not self._health.asks(which):
             return otherwise
-        volume = self._spread[which]
-        if len(self._spread) == 1:
-            return method(volume, bytes(key.namespace), digest, *arguments, **named)
         try:
             with self._inside.visit(which):
-                result = method(volume, bytes(key.namespace), digest, *arguments, **named)
+                result = method(self._spread[which], key.namespace, digest, *arguments, **named)
         except StoreUnavailable as error:
             if self._health.failed(which, error, at_once=self._inside.hangs(which)):
                 raise

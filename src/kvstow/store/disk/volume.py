@@ -65,6 +65,8 @@ class _At:
             return self._volume.attach()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            return
         if isinstance(error, LedgerGone):
             self._volume._mount = None
         elif isinstance(error, StoreUnavailable | OSError):
@@ -182,7 +184,7 @@ class Volume:
         return (fd, result.st_size) if is_regular(result) and result.st_uid == mount.owner else None
 
     def write(self, namespace: bytes, digest: bytes, parts: Sequence[Buffer]) -> Outcome:
-        size = sum(len(part) for part in parts)
+        size = sum(map(len, parts))
         with _At(self, "writing") as mount:
             path = names.chunk_path(namespace, digest)
             there = mount.kind(path)
