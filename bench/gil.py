@@ -2,8 +2,9 @@
 
 A victim does fixed Python work, of the kind a scheduler's step is: while the tier writes, reads, verifies and deletes
 4 MiB chunks flat out on threads of the same process, and while another process does the same at the rate that the
-first reached: as fast as it can, it would move more, because it need not wait for the victim's lock. Two cores and one
-disk are shared either way, so the ratio of the two times is what the threads take through the interpreter's lock.
+first reached: as fast as it can, it would move more, because it need not wait for the victim's lock. The two take turns
+of half a second. Two cores and one disk are shared either way, so the ratio of the two times is what the threads take
+through the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from random import random
 from typing import Any, Final
 
 from rich.table import Table
 
-from bench.disk import GROUP, Frames, open_store
+from bench.disk import DEPTH, GROUP, Frames, open_store
 from bench.report import OUT, finish, options
 from kvstow import frame
 from kvstow.runtime import ThreadExecutor
 from kvstow.store.base import Done
 
 THREADS: Final = 2
+MOST_THREADS: Final = DEPTH
 CHUNKS: Final = 32
 REST_S: Final = 0.05  # until the last calls have ended
 REQUESTS: Final = 2000
@@ -54,17 +57,18 @@ def victim() -> float:
 
 
 class Load:
-    """Writes and reads on ``THREADS`` threads while it is told to: flat out, or ``bytes_s`` in all."""
+    """Writes and reads on ``threads`` threads while it is told to: flat out, or ``bytes_s`` in all."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, threads: int) -> None:
+        self._threads = threads
         self._pause_s = 0.0
         self._frames = Frames()
         self._store = open_store(root)
         self._go = threading.Event()
         self._stop = threading.Event()
-        self._moved = [0] * THREADS
-        self._executor = ThreadExecutor("gil", threads=THREADS)
-        for which in range(THREADS):
+        self._moved = [0] * threads
+        self._executor = ThreadExecutor("gil", threads=threads)
+        for which in range(threads):
             self._executor.submit(partial(self._loop, which), self._ended)
 
     @staticmethod
@@ -80,7 +84,7 @@ class Load:
         for chunk, key in cycle(enumerate(keys)):
             self._go.wait()
             if self._pause_s:
-                due = max(due + self._pause_s, time.perf_counter() - self._pause_s)
+                due = max(due + self._pause_s, time.perf_counter() - random() * self._pause_s)
                 self._stop.wait(max(0.0, due - time.perf_counter()))
             if self._stop.is_set():
                 break
@@ -93,7 +97,7 @@ class Load:
 
     def set(self, bytes_s: float) -> int:
         """Go on at this rate: 0 is a halt, infinite is flat out. Returns how many bytes were moved so far."""
-        self._pause_s = THREADS * 2 * GROUP.frame_bytes / bytes_s if bytes_s else 0.0
+        self._pause_s = self._threads * 2 * GROUP.frame_bytes / bytes_s if bytes_s else 0.0
         (self._go.set if bytes_s else self._go.clear)()
         return sum(self._moved)
 
@@ -108,9 +112,9 @@ class Load:
 
 
 @contextmanager
-def inside(root: Path) -> Iterator[Callable[[float], int]]:
+def inside(root: Path, threads: int) -> Iterator[Callable[[float], int]]:
     """The load in this process, halted. Yields its ``set``."""
-    load = Load(root)
+    load = Load(root, threads)
     try:
         yield load.set
     finally:
@@ -118,9 +122,9 @@ def inside(root: Path) -> Iterator[Callable[[float], int]]:
 
 
 @contextmanager
-def outside(root: Path) -> Iterator[Callable[[float], int]]:
+def outside(root: Path, threads: int) -> Iterator[Callable[[float], int]]:
     """The load in another process, halted. Yields its ``set``."""
-    command = [sys.executable, "-m", "bench.gil", "--load", str(root)]
+    command = [sys.executable, "-m", "bench.gil", "--load", str(root), "--threads", str(threads)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -139,15 +143,15 @@ def outside(root: Path) -> Iterator[Callable[[float], int]]:
         told.close()
 
 
-def serve(root: Path) -> None:
+def serve(root: Path, threads: int) -> None:
     """The other process: sets the rate that each line says, until none comes, and answers what it has moved."""
-    load = Load(root)
+    load = Load(root, threads)
     for line in sys.stdin:
         print(load.set(float(line)), flush=True)
     load.close()
 
 
-def run(rounds: int = ROUNDS, folder: Path = OUT) -> dict[str, Any]:
+def run(rounds: int = ROUNDS, folder: Path = OUT, threads: int = THREADS) -> dict[str, Any]:
     """``{"gil": {"victim_slowdown": ..., ...}}``: medians; the slow-down is a median of ratios within a round."""
     folder.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, list[float]] = {"alone": [], "inside": [], "outside": []}
@@ -163,7 +167,7 @@ def run(rounds: int = ROUNDS, folder: Path = OUT) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-gil-") as root:
         victim()
-        with inside(Path(root, "inside")) as here, outside(Path(root, "outside")) as there:
+        with inside(Path(root, "in"), threads) as here, outside(Path(root, "out"), threads) as there:
             for _ in range(rounds):
                 seconds["alone"].append(min(victim() for _ in range(RUNS)))
                 measure("inside", here, math.inf)
@@ -173,7 +177,7 @@ def run(rounds: int = ROUNDS, folder: Path = OUT) -> dict[str, Any]:
     result |= {f"{name}_io_gb_s": statistics.fmean(rate) for name, rate in rates.items()}
     pairs = zip(seconds["inside"], seconds["outside"], strict=True)
     result["victim_slowdown"] = statistics.median(inside / outside for inside, outside in pairs)
-    return {"gil": {**result, "threads": THREADS, "rounds": rounds}}
+    return {"gil": {**result, "threads": threads, "rounds": rounds}}
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -191,12 +195,13 @@ def table(result: dict[str, Any]) -> Table:
 
 def main() -> None:
     parser = options(__doc__, ROUNDS, OUT / "bench_gil.json", OUT)
+    parser.add_argument("--threads", type=int, default=THREADS, choices=range(1, MOST_THREADS + 1))
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
-        serve(arguments.load)
+        serve(arguments.load, arguments.threads)
         return
-    result = run(arguments.rounds, arguments.folder)
+    result = run(arguments.rounds, arguments.folder, arguments.threads)
     finish(result, table(result), arguments.out)
 
 

@@ -15,6 +15,7 @@ from kvstow.store.base import REJECTED
 from kvstow.store.disk import ledger, names
 from kvstow.store.disk.index import Found
 from kvstow.store.disk.mount import attach
+from kvstow.store.disk.turn import Turns
 from kvstow.store.disk.volume import Volume, VolumeLimits
 from kvstow.testing.store_suite import make_key, value_of, write_one
 from tests.store.disks import CHUNK, KIB, MIB, disk, file_of, holds, keys_held, on_disk, put, temporaries, tmpfs
@@ -41,8 +42,9 @@ def test_what_the_scan_has_not_reached_is_served_meanwhile(tmp_path: Path) -> No
     for i, key in enumerate(KEYS):
         put(store, key, i)
     volume = Volume(
-        str(tmp_path), VolumeLimits(64 * MIB), _Order(), SystemClock(), describe=lambda _: {}, admit=lambda _: True
-    )
+        str(tmp_path), VolumeLimits(64 * MIB), _Order(), SystemClock(),
+        describe=lambda _: {}, admit=lambda _: True, turns=Turns(),
+    )  # fmt: skip
     during: list[bool] = []
 
     class Asking(threading.Event):

@@ -22,6 +22,7 @@ from kvstow.store.disk.index import Order
 from kvstow.store.disk.inside import Inside
 from kvstow.store.disk.scan import Count
 from kvstow.store.disk.scrub import Scrub
+from kvstow.store.disk.turn import Turns
 from kvstow.store.disk.volume import Admit, Volume, VolumeLimits
 
 P = ParamSpec("P")
@@ -74,13 +75,14 @@ class DiskStore:
     ) -> None:  # fmt: skip
         limits = VolumeLimits(options.size_bytes // len(paths), options.min_free_bytes)
         admit: Admit = SecondSight() if options.admission == "second_sight" else lambda _: True
+        turns = Turns()
         self._clock = clock
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._found_corrupt: set[bytes] = set()  # digests; not told yet
         self._options = options
         self._volumes = [
-            Volume(path, limits, order(), clock, describe=describe, admit=admit, direct=options.direct)
+            Volume(path, limits, order(), clock, describe=describe, admit=admit, turns=turns, direct=options.direct)
             for path in paths
         ]
         scrubbed = self._volumes if options.scrub_bytes_s else []

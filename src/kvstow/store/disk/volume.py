@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -25,6 +26,9 @@ from kvstow.store.disk.quarantine import quarantine, shrink
 from kvstow.store.disk.remove import awaited, remove_chunk, remove_empty_namespace
 from kvstow.store.disk.rivals import rivals
 from kvstow.store.disk.scan import Count, allocated_bytes, scan
+from kvstow.store.disk.turn import Turns
+
+R = TypeVar("R")
 
 logger = logging.getLogger("kvstow")
 
@@ -48,23 +52,39 @@ class VolumeLimits:
 
 
 class _At:
-    """A volume's directory for one operation, whose faults become ``StoreUnavailable``. Written out: a generator's
-    context manager takes several times as long, under the GIL."""
+    """A volume's directory for one operation, whose faults become ``StoreUnavailable``; with ``turns`` in one of them.
+    Written out: a generator's context manager takes several times as long, under the GIL."""
 
-    __slots__ = ("_volume", "_what")
+    __slots__ = ("_turn", "_turns", "_volume", "_what")
 
-    def __init__(self, volume: Volume, what: str) -> None:
+    def __init__(self, volume: Volume, what: str, turns: Turns | None = None) -> None:
         self._volume = volume
         self._what = what
+        self._turns = turns
+        self._turn: threading.Lock | None = None
 
     def __enter__(self) -> Mount:
         mount = self._volume._mount
-        if mount is not None:
-            return mount
-        with faults(f"{self._what} in {self._volume.path}"):
-            return self._volume.attach()
+        if mount is None:
+            with faults(f"{self._what} in {self._volume.path}"):
+                mount = self._volume.attach()
+        if self._turns is not None:
+            self._turn = self._turns.take()
+        return mount
+
+    def pause(self, call: Callable[[], R]) -> R:
+        """What ``call`` returns, mostly not in Python: meanwhile others have their turns."""
+        if self._turns is None or self._turn is None:
+            return call()
+        self._turn.release()
+        try:
+            return call()
+        finally:
+            self._turn = self._turns.take()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._turn is not None:
+            self._turn.release()
         if error is None:
             return
         if isinstance(error, LedgerGone):
@@ -81,13 +101,14 @@ class Volume:
     def __init__(
         self,
         path: str, limits: VolumeLimits, order: Order, clock: Clock, *,
-        describe: Describe, admit: Admit, direct: bool = True,
+        describe: Describe, admit: Admit, turns: Turns, direct: bool = True,
     ) -> None:  # fmt: skip
         self.path = path
         self.limits = limits
         self._clock = clock
         self._describe = describe
         self._admit = admit
+        self._turns = turns
         self._direct = direct
         self._index = Index(order)
         self._bad: dict[bytes, None] = {}
@@ -150,7 +171,7 @@ class Volume:
 
     def read(self, namespace: bytes, digest: bytes, buffer: Buffer) -> Outcome:
         path = names.chunk_path(namespace, digest)
-        with _At(self, "reading") as mount:
+        with (at := _At(self, "reading", self._turns)) as mount:
             direct = mount.direct and files.aligned([buffer])
             opened = None if digest in self._bad else self._open(mount, path, direct)
             if opened is None:
@@ -163,7 +184,7 @@ class Volume:
                 return REJECTED
             if direct and length % ALIGN:
                 files.buffered(fd.number)
-            got = self._transfer(mount, fd, [buffer[:length]], files.read_all)
+            got = at.pause(lambda: self._transfer(mount, fd, [buffer[:length]], files.read_all))
             now_s = self._clock.wall()
             if self._index.touch(digest, now_s):
                 with suppress(OSError):  # recency is a help, not a duty
@@ -185,21 +206,21 @@ class Volume:
 
     def write(self, namespace: bytes, digest: bytes, parts: Sequence[Buffer]) -> Outcome:
         size = sum(map(len, parts))
-        with _At(self, "writing") as mount:
+        with (at := _At(self, "writing", self._turns)) as mount:
             path = names.chunk_path(namespace, digest)
             there = mount.kind(path)
             if self._learn(mount, namespace, digest, there) or not self._admit(digest):
                 return REJECTED
             if there is not None:
                 self.set_aside(namespace, digest, "kind")
-            if not self._make_room(mount, size):
+            if not self._make_room(mount, size, at):
                 return REJECTED
             published = False
             temporary = mount.temporary()
             try:
                 flags = files.CREATE_FLAGS | (mount.direct and files.aligned(parts)) * os.O_DIRECT
                 fd = files.Fd(os.open(temporary, flags, names.FILE_MODE, dir_fd=mount.root.number))
-                self._transfer(mount, fd, parts, files.write_all)
+                at.pause(lambda: self._transfer(mount, fd, parts, files.write_all))
                 published = self._publish(mount, temporary, path, namespace)
             except OSError as error:
                 if error.errno in _NO_ROOM:
@@ -217,11 +238,12 @@ class Volume:
             return Done(size)
 
     def delete(self, namespace: bytes, digest: bytes) -> None:
-        with _At(self, "deleting") as mount:
+        with (at := _At(self, "deleting", self._turns)) as mount:
             known_bytes = self._index.drop(digest)
             self._bad.pop(digest, None)
             epoch, ahead = mount.ledger.epoch, mount.ledger.ahead_bytes(self.limits.size_bytes)
-            mount.ledger.remove(remove_chunk(mount, namespace, digest, known_bytes), epoch, ahead)
+            freed = at.pause(lambda: remove_chunk(mount, namespace, digest, known_bytes))
+            mount.ledger.remove(freed, epoch, ahead)
 
     def set_aside(self, namespace: bytes, digest: bytes, why: str) -> bool:
         """Quarantine a bad file. Where the filesystem is read-only it is remembered as bad instead. False: it was
@@ -302,7 +324,7 @@ class Volume:
 
     # --- room -----------------------------------------------------------------------------------------------------
 
-    def _make_room(self, mount: Mount, size: int) -> bool:
+    def _make_room(self, mount: Mount, size: int, at: _At) -> bool:
         """Reserve ``size`` bytes, evicting what it takes. False: there is no room."""
         if mount.ledger.rounded(size) > self.limits.size_bytes:
             return False
@@ -316,7 +338,8 @@ class Volume:
                 if over == 0:
                     return True
                 lacking = over
-            if not self._evict(mount, lacking + mount.ledger.ahead_bytes(self.limits.size_bytes)):
+            wanted = lacking + mount.ledger.ahead_bytes(self.limits.size_bytes)
+            if not at.pause(partial(self._evict, mount, wanted)):
                 break
         self.scan_wanted = True  # what fills the directory is not known here
         return False
