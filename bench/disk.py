@@ -10,7 +10,6 @@ rate without the flush is shown as "cached": it holds until the dirty pages' lim
 
 from __future__ import annotations
 
-import mmap
 import os
 import statistics
 import tempfile
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from bench.report import OUT, command
 from kvstow import frame
+from kvstow.hostmem import HostMemory
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import GroupLayout
 from kvstow.policy.lru import LRU
@@ -45,10 +45,12 @@ Work = Callable[[int, memoryview], None]  # chunk, slot
 
 
 class Frames:
-    """``DEPTH`` slots in one page-aligned mapping, and a sealed frame of any chunk on demand."""
+    """``DEPTH`` slots in memory such as the pool's, and a sealed frame of any chunk on demand."""
 
     def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, DEPTH * GROUP.frame_bytes))
+        self._host = HostMemory.anonymous(DEPTH * GROUP.frame_bytes, "bench")
+        self._host.reserve(0, DEPTH * GROUP.frame_bytes)
+        self.memory = self._host.view
         self.slots = [self.memory[i * GROUP.frame_bytes :][: GROUP.frame_bytes] for i in range(DEPTH)]
         for slot in self.slots:
             slot[:] = os.urandom(4096) * (GROUP.frame_bytes // 4096)

@@ -258,10 +258,10 @@ def parse_header(page: memoryview | bytes) -> FrameHeader:
     spans = tuple(starmap(FrameSpan, _SPAN.iter_unpack(page[_SPANS_AT : _SPANS_AT + count * _SPAN.size])))
     _require_spans(spans, payload_length)
     key = ChunkKey.build(Namespace(namespace), group, prefix_hash[:hash_length])
-    mac = bytes(page[_MAC_AT : _MAC_AT + _MAC_BYTES]) if flags & _KEYED else None
     return FrameHeader(
         key, parent[:parent_length], tokens, raw_length, spans, bytes(page[_CHECKSUM_AT:_MAC_AT]),
-        created / _MICROSECONDS, bool(flags & _LOSSY), codec_id, parameters[:parameters_length], mac,
+        created / _MICROSECONDS, bool(flags & _LOSSY), codec_id, parameters[:parameters_length],
+        bytes(page[_MAC_AT : _MAC_AT + _MAC_BYTES]) if flags & _KEYED else None,
     )  # fmt: skip
 
 
@@ -277,9 +277,8 @@ def verify(
     if integrity_key is None:
         _require(header.mac is None, "keyed, and no integrity_key is set")
         return
-    if header.mac is None:
-        raise FrameError("not keyed, and integrity_key is set")
-    _require(hmac.compare_digest(_mac(page, payload, integrity_key), header.mac), "MAC does not match")
+    _require(header.mac is not None, "not keyed, and integrity_key is set")
+    _require(hmac.compare_digest(_mac(page, payload, integrity_key), header.mac or b""), "MAC does not match")
 
 
 def _mac(page: memoryview | bytes, payload: PayloadChecksum, integrity_key: bytes) -> bytes:

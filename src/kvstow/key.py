@@ -13,7 +13,6 @@ NAMESPACE_BYTES: Final = 32
 GROUP_BYTES: Final = 2
 MAX_PREFIX_HASH_BYTES: Final = 64
 
-DIGESTS_KEPT: Final = 4096  # of keys used last: a chunk's calls (contains, write, read, delete) come close together
 
 _HEAD_BYTES: Final = NAMESPACE_BYTES + GROUP_BYTES
 
@@ -80,7 +79,7 @@ class ChunkKey(bytes):
         return f"ChunkKey({self.namespace[:4].hex()}…/{self.group}/{self.prefix_hash[:8].hex()}…)"
 
 
-@lru_cache(maxsize=DIGESTS_KEPT)
+@lru_cache(maxsize=4096)  # a chunk's calls (contains, write, read, delete) come close together
 def _digest(key: bytes) -> bytes:
     return blake3(key).digest()
 

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -83,6 +84,17 @@ def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostMemor
 
 def reserved_bytes(memory: HostMemory) -> int:
     return os.stat(f"/proc/self/fd/{memory.ref.fd}").st_blocks * 512
+
+
+def resident_bytes(memory: HostMemory) -> int:
+    """Of the creator's own mapping."""
+    mapping = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if " memfd:" in line or re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            mapping = line
+        elif line.startswith("Rss:") and f" {memory.ref.inode} " in mapping and "memfd:" in mapping:
+            return int(line.split()[1]) << 10
+    raise AssertionError("it is not mapped")
 
 
 def pool_files(directory: Path) -> set[str]:
@@ -174,7 +186,13 @@ def test_a_file_is_reserved_at_once(tmp_path: Path) -> None:
     memory.close()
 
 
-def test_a_memfd_is_reserved_piece_by_piece_and_keeps_its_content() -> None:
+@pytest.mark.parametrize("huge", ["always within_size advise [never] deny force", "always [advise] never", None])
+def test_a_memfd_is_reserved_piece_by_piece_and_keeps_its_content(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, huge: str | None
+) -> None:
+    if huge is not None:
+        (tmp_path / "enabled").write_text(huge)
+    monkeypatch.setattr(hostmem, "_SHARED_HUGE_PAGES", str(tmp_path / "enabled"))
     memory = HostMemory.anonymous(SIZE, "test")
     assert reserved_bytes(memory) == 0
     memory.view[:3] = b"abc"
@@ -183,6 +201,8 @@ def test_a_memfd_is_reserved_piece_by_piece_and_keeps_its_content() -> None:
     memory.reserve(SIZE // 2, SIZE // 2)
     assert reserved_bytes(memory) == SIZE
     assert bytes(memory.view[:4]) == b"abc\0"
+    mapped = resident_bytes(memory)
+    assert mapped == (SIZE if huge and "[advise]" in huge else 4096), "by mapping it only where that makes huge pages"
     memory.close()
     memory.reserve(0, SIZE)  # too late, and no harm to whatever has the descriptor's number now
 
