@@ -88,6 +88,8 @@ class Load:
                 self._stop.wait(max(0.0, due - time.perf_counter()))
             if self._stop.is_set():
                 break
+            if not self._go.is_set():
+                continue
             self._frames.seal(which * CHUNKS + chunk, slot)
             assert store.write([(key, [slot])]) == [Done(len(slot))]
             assert store.read([(key, slot)]) == [Done(len(slot))]

@@ -14,7 +14,7 @@ from kvstow.slots import Lease, Slots, SlotState
 
 __all__ = ["HostPool", "Lease", "PoolError", "PoolRef", "SlotState", "map_pool", "populate"]
 
-PIECE_BYTES: Final = 64 << 20  # one prefault: 13 ms of an executor's thread
+PIECE_BYTES: Final = 64 << 20  # one prefault: 13 ms of an executor's thread, with huge pages some 65
 
 map_pool = map_memory
 

@@ -1,8 +1,9 @@
-"""Of a store's threads one at a time is between two long calls: what they take from the thread that schedules."""
+"""Of a store's threads one at a time is in its Python: what they take from the thread that schedules has a bound."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,25 @@ def test_who_hangs_in_a_turn_is_waited_for_once(tmp_path: Path, turns: Turns, mo
     store.delete([key])
     assert read_one(store, key, CHUNK)[0] is MISSING
     assert free(turns)
+
+
+def test_who_gets_no_turn_again_gives_away_nobody_elses(
+    tmp_path: Path, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, key = disk(tmp_path), make_key(0)
+    put(store, key, 0)
+    take, others = turns.take, list[threading.Lock]()
+
+    def first_only() -> threading.Lock:
+        monkeypatch.setattr(turns, "take", fail)
+        return take()
+
+    def fail() -> threading.Lock:
+        others.append(take())  # another thread has the turn when this one gives up
+        raise MemoryError
+
+    monkeypatch.setattr(turns, "take", first_only)
+    with pytest.raises(MemoryError):
+        read_one(store, key, CHUNK)
+    assert not free(turns)
+    others[0].release()

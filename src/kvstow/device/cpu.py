@@ -28,7 +28,7 @@ from kvstow.hostmem import populate
 from kvstow.layout import GroupPages
 from kvstow.runtime import Clock, Executor, rest
 
-POPULATE_BYTES: Final = 8 << 20  # 4 ms, for which the process's memory map is held
+POPULATE_BYTES: Final = 8 << 20  # 4 ms
 POPULATE_AT_ONCE_BYTES: Final = 256 << 20  # the first slots, which the first requests fill
 POPULATE_SHARE: Final = 0.1  # of one core: the host of a virtual machine may have to find each page
 UNITS: Final = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}

@@ -2,8 +2,9 @@
 
 A thread that comes out of a system call waits for the interpreter's lock, at most 5 ms; then whoever computes has to
 give it up. So beside a thread that computes all the time each of a store's threads comes in every 5 ms, one behind the
-other, and the more there are, the more they take. Here one of them at a time is between two long calls; the others wait
-where they don't ask for that lock. docs/decisions/0016-turns.md says what that gains and costs, with measurements.
+other, and the more there are, the more they take. Here one of them at a time is in the store's own Python, between two
+long calls; the others wait where they don't ask for that lock. Sealing, checking and evicting take no turn.
+docs/decisions/0016-turns.md says what that gains and costs, with measurements.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-LONGEST_S: Final = 0.1  # a turn that has lasted so long is of a thread that hangs in a system call: it is over
+LONGEST_S: Final = 0.1  # who has waited so long takes it that the one before hangs in a system call
 
 
 class Turns:

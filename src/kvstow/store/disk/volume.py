@@ -74,9 +74,10 @@ class _At:
 
     def pause(self, call: Callable[[], R]) -> R:
         """What ``call`` returns, mostly not in Python: meanwhile others have their turns."""
-        if self._turns is None or self._turn is None:
+        turn, self._turn = self._turn, None
+        if self._turns is None or turn is None:
             return call()
-        self._turn.release()
+        turn.release()
         try:
             return call()
         finally:
