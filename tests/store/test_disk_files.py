@@ -282,6 +282,25 @@ def test_a_direct_transfer_that_stops_at_an_odd_place_is_finished_buffered(
     assert "buffered from here on" not in caplog.text, "the filesystem refused nothing"
 
 
+@pytest.mark.parametrize("below", [0, 1, 2])
+def test_directories_that_another_process_removes_while_they_are_made_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: int
+) -> None:
+    """Its scan finds a namespace without chunks."""
+    store, mkdir, removed = disk(tmp_path), os.mkdir, list[str]()
+
+    def racing(path: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        mkdir(path, mode, dir_fd=dir_fd)
+        if path.count("/") == below and len(removed) < 3:
+            removed.append(path)
+            os.rmdir(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", racing)
+    assert put(store, make_key(0), 0)
+    assert len(removed) == 3
+    assert holds(store, make_key(0), 0)
+
+
 def test_a_rejected_write_leaves_nothing(tmp_path: Path) -> None:
     one, other = disk(tmp_path), disk(tmp_path)
     put(one, make_key(0), 0)

@@ -34,6 +34,7 @@ logger = logging.getLogger("kvstow")
 
 MAX_ROUNDS: Final = 64  # of evicting and trying again to reserve, while others reserve what was freed
 MAX_VICTIMS: Final = 4096  # looked at in one round; files that others removed already free nothing
+MAX_INTRODUCTIONS: Final = 8  # of a namespace that others remove, because nothing is in it yet
 MAX_BAD: Final = 1024  # bad files remembered because they could not be moved aside
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -281,14 +282,15 @@ class Volume:
 
     def _publish(self, mount: Mount, temporary: str, path: str, namespace: bytes) -> bool:
         """Give the file its name, unless something has it. False: something has."""
-        for _ in range(2):
+        for _ in range(MAX_INTRODUCTIONS):
             try:
                 files.rename_new(mount.root.number, temporary, path)
                 return True
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                self._introduce(mount, namespace, path)
+                with suppress(FileNotFoundError):  # another process's scan found the namespace empty, and removes it
+                    self._introduce(mount, namespace, path)
         raise FileNotFoundError(errno.ENOENT, "the temporary file or the directory is gone", path)
 
     def rivals(self, namespace: bytes, root: str) -> dict[str, str]:
