@@ -295,7 +295,7 @@ def _require_spans(spans: tuple[FrameSpan, ...], payload_length: int) -> None:
     end, total = HEADER_BYTES, 0
     for offset, length, _ in spans:
         if offset < end or offset % ALIGN or not 1 <= length <= _MAX_BYTES or offset > _MAX_BYTES:
-            raise FrameError(f"a span of {length} bytes at {offset}")
+            raise FrameError(f"span at {offset}, of {length} bytes")
         end = offset + align_up(length)
         total += length
     _require(total == payload_length, "payload length")

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstow.errors import StoreUnavailable, UnsupportedError
+from kvstow.layout import align_up
 from kvstow.store.disk.files import Fd
 from kvstow.store.disk.names import FILE_MODE, LEDGER, TOKEN_BYTES
 
@@ -114,7 +115,7 @@ class Ledger:
 
     def rounded(self, size: int) -> int:
         """What a file of ``size`` bytes takes."""
-        return -(-size // self._unit) * self._unit
+        return align_up(size, self._unit)
 
     @contextmanager
     def book(self, *, fresh: Callable[[], Book] | None = None) -> Iterator[Book]:
