@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvstow.store.memory import MemoryStore
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.paced import PacedStore
 from kvstow.testing.virtual import BLOCK, TIER, Model, Served, fill, request, virtual_server
 

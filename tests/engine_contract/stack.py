@@ -35,9 +35,9 @@ from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics, merge
 from kvstow.policy.lru import LRU
 from kvstow.pool import HostPool
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.faults import FaultStore
 from kvstow.testing.manual import ManualClock, ManualExecutor
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.sim_device import Fails, WatchedDevice
 from kvstow.testing.sim_pages import HEAD_SIZE, Pages
 from kvstow.testing.sim_worker import RunnerRules, SimWorker

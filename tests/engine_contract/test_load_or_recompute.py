@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstow.store.memory import MemoryStore
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.paced import PacedStore
 from kvstow.testing.virtual import BLOCK, FRAME_BYTES, TIER, Model, Served, VirtualServer, fill, request, virtual_server
 

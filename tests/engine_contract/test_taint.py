@@ -14,8 +14,8 @@ import numpy
 import pytest
 
 from kvstow import frame
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.manual import ManualExecutor
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.sim_pages import WORDS_PER_TOKEN, Pages, _words_of
 from kvstow.tier import Tier
 from kvstow.vllm.requests import NEVER

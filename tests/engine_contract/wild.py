@@ -33,9 +33,9 @@ from kvstow.policy.s3fifo import S3FIFO
 from kvstow.runtime import Work
 from kvstow.store.base import REJECTED, Buffer, Done, Outcome
 from kvstow.store.disk.admission import SecondSight
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.faults import Gate
 from kvstow.testing.manual import ManualExecutor
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.paced import PacedClock, PacedExecutor, PacedStore
 from kvstow.testing.sim_pages import mix
 from kvstow.testing.sim_worker import SimWorker

@@ -16,9 +16,9 @@ from kvstow.policy.lru import LRU
 from kvstow.policy.s3fifo import S3FIFO
 from kvstow.pool import Lease
 from kvstow.store.base import Buffer, Done, Outcome
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.faults import Fault, unavailable
 from kvstow.testing.manual import ManualExecutor
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.tier import TierLimits
 from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, Rig, assert_bytes, fill, hit, key, keys
 

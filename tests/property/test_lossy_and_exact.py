@@ -17,9 +17,9 @@ from kvstow.key import ChunkKey
 from kvstow.metrics import Metrics
 from kvstow.policy.lru import LRU
 from kvstow.pool import HostPool
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.faults import Fault, FaultStore
 from kvstow.testing.manual import ManualClock, ManualExecutor
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.tier import Tier
 from tests.unit.codec.kv import FRAME_BYTES, GROUP, LAYOUT, TOKENS, coder, filled, key, near, payload, spans_of
 

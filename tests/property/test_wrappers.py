@@ -15,10 +15,10 @@ from kvstow.store.base import MISSING, REJECTED, Done, Outcome
 from kvstow.store.breaker import Breaker, BreakerState, NotAsked
 from kvstow.store.checked import CheckedStore
 from kvstow.store.limit import WriteLimit
-from kvstow.store.memory import MemoryStore
 from kvstow.store.retry import ATTEMPTS, TOTAL_S, Retry
 from kvstow.store.wrapper import Wrapper
 from kvstow.testing.manual import ManualClock
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import make_key
 
 OPEN_S = 10.0

@@ -13,8 +13,8 @@ from kvstow.errors import StoreUnavailable
 from kvstow.runtime import ThreadExecutor
 from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Store
 from kvstow.store.checked import CheckedStore, within
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.faults import Gate
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import StoreSuite, make_key, read_one, write_one
 from kvstow.tier import TierLimits
 from tests.unit.rig import FRAME_BYTES, MISS0, Rig, hit

@@ -5,8 +5,8 @@ import pytest
 
 from kvstow.errors import StoreUnavailable
 from kvstow.store.base import Done, Store
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.faults import Fault, FaultStore, Gate, unavailable
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import StoreSuite, make_key, read_one, write_one
 from tests.store.wrappers import check_forwards
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from kvstow.store.base import REJECTED, Done, Store
-from kvstow.store.memory import MemoryStore
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import StoreSuite, make_key, write_one
 
 

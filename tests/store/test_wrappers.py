@@ -8,8 +8,8 @@ from kvstow.runtime import SystemClock
 from kvstow.store.base import Store
 from kvstow.store.breaker import Breaker
 from kvstow.store.limit import WriteLimit
-from kvstow.store.memory import MemoryStore
 from kvstow.store.retry import Retry
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import StoreSuite
 from tests.store.wrappers import check_forwards
 

@@ -13,9 +13,9 @@ from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics, merge
 from kvstow.policy.lru import LRU
 from kvstow.pool import HostPool, Lease
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.faults import FaultStore
 from kvstow.testing.manual import ManualClock, ManualExecutor
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.tier import Tier, TierLimits
 
 NAMESPACE = Namespace.from_fields({"made by": "rig"})

@@ -4,9 +4,9 @@ import pytest
 
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.store.breaker import Breaker, BreakerState
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.faults import Fault, FaultStore, unavailable
 from kvstow.testing.manual import ManualClock
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import make_key
 
 KEYS = [make_key(0)]

@@ -11,8 +11,8 @@ from kvstow.key import ChunkKey
 from kvstow.pool import Lease
 from kvstow.store.base import REJECTED, Buffer, Outcome
 from kvstow.store.breaker import BreakerState
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.faults import Fault, unavailable
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.tier import Tier, TierLimits
 from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, Rig, assert_bytes, fill, key, keys
 

@@ -11,8 +11,8 @@ from kvstow.index import Got, Index
 from kvstow.metrics import Metrics, merge
 from kvstow.policy.lru import LRU
 from kvstow.pool import HostPool
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.manual import ManualClock, ManualExecutor
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.tier import Tier
 from tests.unit.codec.kv import CODED, FRAME_BYTES, GROUP, LAYOUT, TOKENS, coder, filled, key, near, payload, spans_of
 

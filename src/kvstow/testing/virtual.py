@@ -17,8 +17,8 @@ from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics, merge
 from kvstow.policy.lru import LRU
 from kvstow.pool import HostPool
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.manual import ManualExecutor
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.paced import PacedClock, PacedExecutor, PacedStore
 from kvstow.testing.sim_requests import SimNew, SimOutput, SimRequest
 from kvstow.tier import Tier, TierLimits

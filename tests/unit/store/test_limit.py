@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvstow.store.base import REJECTED, Done, Outcome
 from kvstow.store.limit import BURST_S, WriteLimit
-from kvstow.store.memory import MemoryStore
 from kvstow.testing.manual import ManualClock
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import make_key, read_one, write_one
 
 RATE = 1000.0

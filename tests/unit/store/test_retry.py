@@ -8,10 +8,10 @@ import pytest
 
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.store.base import REJECTED, Done
-from kvstow.store.memory import MemoryStore
 from kvstow.store.retry import ATTEMPTS, FIRST_PAUSE_S, TOTAL_S, Retry
 from kvstow.testing.faults import Fault, FaultStore, unavailable
 from kvstow.testing.manual import ManualClock
+from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import make_key, write_one
 
 KEYS = [make_key(0)]
