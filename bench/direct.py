@@ -141,7 +141,7 @@ def media_works(media: Media, leases: Sequence[Lease], slots: Sequence[memoryvie
 def measure(folder: Path, rounds: int) -> dict[str, float]:
     subject = Subject(folder)
     fd = os.open(subject.ref.paths[0], os.O_RDWR | os.O_DIRECT)
-    frames = bench.disk.Frames()
+    frames = bench.disk.Frames(bench.disk.DEPTH)
     assert len(frames.slots[0]) == subject.extent_bytes
     pool, raw, media = bench.disk.Pool(frames.slots), raw_works(subject, fd), build.file_media(subject.ref, 0)
     sides: dict[str, Callable[[], tuple[float, float]]] = {

@@ -14,9 +14,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,13 +45,13 @@ Work = Callable[[int, memoryview], None]  # chunk, slot
 
 
 class Frames:
-    """``DEPTH`` slots in memory such as the pool's, and a sealed frame of any chunk on demand."""
+    """A slot for each chunk, in memory such as the pool's, and a sealed frame of any chunk on demand."""
 
-    def __init__(self) -> None:
-        self._host = HostMemory.anonymous(DEPTH * GROUP.frame_bytes, "bench")
-        self._host.reserve(0, DEPTH * GROUP.frame_bytes)
+    def __init__(self, slots: int = CHUNKS) -> None:
+        self._host = HostMemory.anonymous(slots * GROUP.frame_bytes, "bench")
+        self._host.reserve(0, slots * GROUP.frame_bytes)
         self.memory = self._host.view
-        self.slots = [self.memory[i * GROUP.frame_bytes :][: GROUP.frame_bytes] for i in range(DEPTH)]
+        self.slots = [self.memory[i * GROUP.frame_bytes :][: GROUP.frame_bytes] for i in range(slots)]
         for slot in self.slots:
             slot[:] = os.urandom(4096) * (GROUP.frame_bytes // 4096)
 
@@ -64,10 +64,11 @@ class Frames:
 
 
 class Pool:
-    """``DEPTH`` threads that take the chunks in turn, each with a slot of its own."""
+    """``DEPTH`` threads that take the chunks in turn, and the slot that has not been used for longest: of as many slots
+    as in a pool, none is still in the processor's cache."""
 
     def __init__(self, slots: Sequence[memoryview]) -> None:
-        self._slots = slots
+        self._slots = deque(slots)
         self._executor = ThreadExecutor("bench", threads=DEPTH)
 
     def run(self, work: Work, chunks: int = CHUNKS) -> tuple[float, float]:
@@ -79,13 +80,15 @@ class Pool:
             if error is not None:
                 faults.append(error)
 
-        def take(slot: memoryview) -> None:
+        def take() -> None:
             for chunk in left:  # one step of an iterator over a range is atomic
+                slot = self._slots.popleft()
                 work(chunk, slot)
+                self._slots.append(slot)
 
         began, cpu = time.perf_counter(), time.process_time()
-        for slot in self._slots:
-            self._executor.submit(partial(take, slot), ended)
+        for _ in range(DEPTH):
+            self._executor.submit(take, ended)
         while self._executor.outstanding:
             self._executor.wait(60.0)
             self._executor.poll()

@@ -62,7 +62,7 @@ class Load:
     def __init__(self, root: Path, threads: int) -> None:
         self._threads = threads
         self._pause_s = 0.0
-        self._frames = Frames()
+        self._frames = Frames(threads)
         self._store = open_store(root)
         self._go = threading.Event()
         self._stop = threading.Event()

@@ -277,8 +277,9 @@ def verify(
     if integrity_key is None:
         _require(header.mac is None, "keyed, and no integrity_key is set")
         return
-    _require(header.mac is not None, "not keyed, and integrity_key is set")
-    _require(hmac.compare_digest(_mac(page, payload, integrity_key), header.mac or b""), "MAC does not match")
+    if header.mac is None:
+        raise FrameError("not keyed, and integrity_key is set")
+    _require(hmac.compare_digest(_mac(page, payload, integrity_key), header.mac), "MAC does not match")
 
 
 def _mac(page: memoryview | bytes, payload: PayloadChecksum, integrity_key: bytes) -> bytes:

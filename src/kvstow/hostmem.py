@@ -18,17 +18,21 @@ import re
 import secrets
 import stat
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Final
 
 from kvstow.errors import SettingsError, UnsupportedError
+from kvstow.layout import ALIGN, align_up
 
 FILE_SUFFIX: Final = ".kvstow-pool"
 _FILE_NAME: Final = re.compile(r"kvstow-\d+-[0-9a-f]{16}" + re.escape(FILE_SUFFIX))
 _NAME_TRIES: Final = 8  # a name is 64 random bits: a second try is needed only if a reaper saw the file too early
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python's mmap module does not name it
-_POPULATE_BYTES: Final = 2 << 20  # a huge page; the kernel holds the process's memory map meanwhile: 1 to 2 ms
-_SHARED_HUGE_PAGES: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+_MADV_COLLAPSE: Final = 25  # Linux 6.1
+_HUGE_PAGE_BYTES: Final = 2 << 20  # populated at a time: the kernel holds the process's memory map for 1 to 2 ms
+_MAP_FIXED: Final = 0x10  # on every architecture that vLLM runs on; Python's mmap module does not name it
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _NO_MEMORY: Final = frozenset((errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EFAULT))
 
 
@@ -55,8 +59,7 @@ class HostMemory:
         self._fd = fd
         self._open = threading.Lock()
         self.closed = threading.Event()
-        self._map = _map(fd, size_bytes)
-        self.view = memoryview(self._map)
+        self.view = _map(fd, size_bytes)
         self.ref = PoolRef(os.getpid(), fd, path, size_bytes, os.fstat(fd).st_ino, name)
 
     @classmethod
@@ -91,8 +94,9 @@ class HostMemory:
         except OSError as error:
             raise _refused(error, size_bytes, directory) from error
         try:
-            os.posix_fallocate(fd, 0, size_bytes)
-            return cls(fd, path, size_bytes, name)
+            whole = align_up(size_bytes, os.fstat(fd).st_blksize)  # hugetlbfs lets a file end with a page only
+            os.posix_fallocate(fd, 0, whole)
+            return cls(fd, path, whole, name)
         except OSError as error:
             _unlink(path)
             os.close(fd)
@@ -101,15 +105,14 @@ class HostMemory:
     def reserve(self, offset: int, length: int) -> None:
         """Take ``length`` bytes at ``offset`` from the system now rather than at their first use. Content stays.
 
-        Any thread; releases the GIL; some 5 GB/s. Not by ``populate``, which would hold the process's memory map, and
-        with it the owner's thread, and it is the workers that copy: unless that makes them huge pages, some 1 GB/s.
+        In huge pages, where the system has them. Any thread; releases the GIL; 1 to 2 GB/s, in small pages 5. Those
+        are not mapped here: that would hold the process's memory map, and with it the owner's thread.
         """
         with self._open:  # the descriptor must not be closed, and its number reused, under the call
             if self._fd < 0:
                 return
             try:
-                if _huge_pages():
-                    populate(self.view, offset, length)
+                _make_huge(self.view, offset, length)
                 os.posix_fallocate(self._fd, offset, length)
             except OSError as error:
                 raise _refused(error, self.ref.size_bytes, None) from error
@@ -128,9 +131,7 @@ class HostMemory:
             self.unname()
             os.close(self._fd)
             self._fd = -1
-        self.view.release()
-        with contextlib.suppress(BufferError):  # somebody still holds a view: the mapping goes when that does
-            self._map.close()
+        self.view.release()  # the mapping goes with the last view of it
 
 
 def map_memory(ref: PoolRef) -> memoryview:
@@ -155,26 +156,41 @@ def map_memory(ref: PoolRef) -> memoryview:
                 f"{status.st_uid}; expected inode {ref.inode}, {ref.size_bytes} bytes, owner {os.geteuid()}. Its "
                 "creator has ended, or runs in another PID namespace: start the engine again"
             )
-        return memoryview(_map(fd, ref.size_bytes))
+        return _map(fd, ref.size_bytes)
     finally:
         os.close(fd)
 
 
 def populate(view: memoryview, offset: int, length: int) -> None:
-    """Map ``length`` bytes at ``offset`` (a multiple of the page size) in this process, backed with memory.
+    """Map ``length`` bytes at ``offset`` (a multiple of the page size) in this process, backed with memory, in huge
+    pages where the system has them.
 
     Their content stays. For whoever copies into the pool: the first copy into a page takes some 13 times as long as
     the next one, 6 times where another process has touched it. Any thread; releases the GIL; in the background, as it
     takes 0.5 s a GiB, or 0.2 s where the pages exist already. Kernels before 5.14 can't: nothing happens.
     """
-    base = ctypes.c_char.from_buffer(view, offset)  # while this lives the mapping cannot be closed
+    _make_huge(view, offset, length)
+    base = ctypes.c_char.from_buffer(view, offset)  # while this lives the mapping cannot go
     address = ctypes.addressof(base)
-    for at in range(0, length, _POPULATE_BYTES):
-        if _libc.madvise(address + at, min(_POPULATE_BYTES, length - at), _MADV_POPULATE_WRITE) != 0:
+    for at in range(0, length, _HUGE_PAGE_BYTES):
+        if _libc.madvise(address + at, min(_HUGE_PAGE_BYTES, length - at), _MADV_POPULATE_WRITE) != 0:
             code = ctypes.get_errno()
             if code == errno.EINVAL:
                 return
             raise _refused(OSError(code, os.strerror(code)), len(view), None)
+
+
+def _make_huge(view: memoryview, offset: int, length: int) -> None:
+    """Make huge pages of what lies within these bytes; the content stays. Where the kernel can't, or has none, nothing
+    changes. docs/decisions/0018-collapse.md says why, with measurements.
+    """
+    base = ctypes.c_char.from_buffer(view, offset)
+    begin = align_up(ctypes.addressof(base), _HUGE_PAGE_BYTES)
+    length = (ctypes.addressof(base) + length - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    for at in range(begin, begin + length, _HUGE_PAGE_BYTES):  # one that has no page at all is not collapsed
+        _libc.madvise(at, ALIGN, _MADV_POPULATE_WRITE)
+    if length > 0:
+        _libc.madvise(begin, length, _MADV_COLLAPSE)
 
 
 def reap(directory: str) -> list[str]:
@@ -235,18 +251,24 @@ def _unlink(path: str) -> None:
         os.unlink(path)
 
 
-def _map(fd: int, size_bytes: int) -> mmap.mmap:
-    mapped = mmap.mmap(fd, size_bytes)
-    with contextlib.suppress(OSError):  # a kernel without shared huge pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return mapped
+def _map(fd: int, size_bytes: int) -> memoryview:
+    """The whole of ``fd``, shared, until its last view is gone; where a huge page may begin, one of hugetlbfs too."""
+    alignment = max(_HUGE_PAGE_BYTES, os.fstat(fd).st_blksize)
+    room = align_up(size_bytes, alignment) + alignment
+    begin = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    at = align_up(begin, alignment)
+    memory = (ctypes.c_char * size_bytes).from_address(at)
+    weakref.finalize(memory, _libc.munmap, begin, room).atexit = False  # a thread may still be copying
+    _mmap(at, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    _libc.madvise(at, size_bytes, mmap.MADV_HUGEPAGE)  # a kernel that cannot collapse may have them all the same
+    return memoryview(memory).cast("B")
 
 
-def _huge_pages() -> bool:
-    """Whether shared memory gets huge pages where it is mapped and asks for them; ``posix_fallocate`` doesn't ask."""
-    with contextlib.suppress(OSError), open(_SHARED_HUGE_PAGES) as file:
-        return not {"[never]", "[deny]"} & set(file.read().split())
-    return False
+def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int) -> int:
+    got: int = _libc.mmap(address, length, protection, flags, fd, 0)
+    if got == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return got
 
 
 def _refused(error: OSError, size_bytes: int, directory: str | None) -> PoolError:
@@ -262,6 +284,9 @@ def _refused(error: OSError, size_bytes: int, directory: str | None) -> PoolErro
 def _load_libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    libc.mmap.restype = ctypes.c_void_p
     libc.madvise.restype = ctypes.c_int
     return libc
 

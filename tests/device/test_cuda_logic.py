@@ -80,6 +80,20 @@ def test_the_pool_is_pinned_in_pieces_and_unpinned_at_close() -> None:
     assert gpu.pieces == {}
 
 
+def test_each_piece_has_its_memory_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is pinned can't become part of a huge one."""
+    device, gpu, executor, _, host = make()
+    populated: list[tuple[int, int, int]] = []
+
+    def populate(view: memoryview, offset: int, length: int) -> None:
+        assert len(view) == len(host.memory)
+        populated.append((offset, length, len(gpu.pieces)))
+
+    monkeypatch.setattr("kvstow.device.cuda.populate", populate)
+    pin_all(device, executor)
+    assert populated == [(i * PIECE, length, i) for i, length in enumerate(gpu.pieces.values())]
+
+
 def test_pinning_stops_where_the_system_refuses_and_copies_go_on() -> None:
     device, gpu, executor, built, host = make()
     gpu.pin_limit = 2 * PIECE

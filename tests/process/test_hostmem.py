@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from kvstow.settings import host_facts
 from tests.store.disks import mounted
 
 SIZE = 1 << 20
+HUGE = 2 << 20
+SIZE_OF_MANY = 32 * HUGE
 KILLS = 5
 
 CREATE = """
@@ -44,6 +47,22 @@ view[5:10] = b"-mate"
 print(bytes(view[:10]).decode(), flush=True)
 sys.stdin.read()
 print(bytes(view[:10]).decode(), flush=True)
+"""
+
+
+WRITE = """
+import json, os, sys, threading
+from kvstow.hostmem import PoolRef, map_memory
+view = map_memory(PoolRef(**json.loads(sys.argv[1])))
+print("writing", flush=True)
+stop = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), stop.set())).start()
+said = {}
+while not stop.is_set() or len(said) < len(view) // 4096:
+    for at in range(0, len(view), 4096):
+        said[at] = os.urandom(8)
+        view[at : at + 8] = said[at]
+print(*(said[at].hex() for at in range(0, len(view), 4096)))
 """
 
 
@@ -86,15 +105,46 @@ def reserved_bytes(memory: HostMemory) -> int:
     return os.stat(f"/proc/self/fd/{memory.ref.fd}").st_blocks * 512
 
 
-def resident_bytes(memory: HostMemory) -> int:
-    """Of the creator's own mapping."""
-    mapping = ""
+def mapped(ref: PoolRef, what: str) -> int:
+    """Bytes that the kernel counts as ``what``, of all mappings of the memory in this process."""
+    mapping, found = "", 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if " memfd:" in line or re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             mapping = line
-        elif line.startswith("Rss:") and f" {memory.ref.inode} " in mapping and "memfd:" in mapping:
-            return int(line.split()[1]) << 10
-    raise AssertionError("it is not mapped")
+        elif line.startswith(f"{what}:") and f" {ref.inode} " in mapping:
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def makes_huge_pages() -> bool:
+    """Whether this kernel does so when asked: as Linux 6.1 does, unless it was told to deny them."""
+    release = [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]]
+    about = Path("/sys/kernel/mm/transparent_hugepage")
+    return (
+        release >= [6, 1]
+        and about.is_dir()
+        and "[deny]" not in (about / "shmem_enabled").read_text()
+        and int((about / "hpage_pmd_size").read_text()) == HUGE
+    )
+
+
+huge_pages = pytest.mark.skipif(not makes_huge_pages(), reason="the kernel does not make huge pages on demand")
+
+
+@contextmanager
+def huge_pages_set_aside(pages: int) -> Iterator[None]:
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = setting.read_text()
+    try:
+        setting.write_text(str(pages + int(before)))
+    except OSError:
+        pytest.skip("may not set huge pages aside here")
+    try:
+        if int(setting.read_text()) < pages + int(before):
+            pytest.skip("there is no memory for huge pages")
+        yield
+    finally:
+        setting.write_text(before)
 
 
 def pool_files(directory: Path) -> set[str]:
@@ -186,13 +236,7 @@ def test_a_file_is_reserved_at_once(tmp_path: Path) -> None:
     memory.close()
 
 
-@pytest.mark.parametrize("huge", ["always within_size advise [never] deny force", "always [advise] never", None])
-def test_a_memfd_is_reserved_piece_by_piece_and_keeps_its_content(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, huge: str | None
-) -> None:
-    if huge is not None:
-        (tmp_path / "enabled").write_text(huge)
-    monkeypatch.setattr(hostmem, "_SHARED_HUGE_PAGES", str(tmp_path / "enabled"))
+def test_a_memfd_is_reserved_piece_by_piece_and_keeps_its_content() -> None:
     memory = HostMemory.anonymous(SIZE, "test")
     assert reserved_bytes(memory) == 0
     memory.view[:3] = b"abc"
@@ -201,10 +245,91 @@ def test_a_memfd_is_reserved_piece_by_piece_and_keeps_its_content(
     memory.reserve(SIZE // 2, SIZE // 2)
     assert reserved_bytes(memory) == SIZE
     assert bytes(memory.view[:4]) == b"abc\0"
-    mapped = resident_bytes(memory)
-    assert mapped == (SIZE if huge and "[advise]" in huge else 4096), "by mapping it only where that makes huge pages"
+    assert mapped(memory.ref, "Rss") == 4096, "small pages are reserved and not mapped here"
     memory.close()
     memory.reserve(0, SIZE)  # too late, and no harm to whatever has the descriptor's number now
+
+
+@huge_pages
+@pytest.mark.parametrize("where", ["memfd", "tmpfs"])
+@pytest.mark.parametrize("first", ["reserve", "populate"])
+def test_the_memory_is_of_huge_pages_whoever_asks_for_it_first(where: str, first: str) -> None:
+    size = 4 * HUGE + SIZE
+    directory = {"memfd": None, "tmpfs": f"/dev/shm/kvstow-test-{os.getpid()}"}[where]
+    memory = HostMemory.in_directory(size, "test", directory) if directory else HostMemory.anonymous(size, "test")
+    theirs = map_memory(memory.ref)
+    theirs[HUGE - 2 : HUGE + 2] = b"kept"
+    if first == "reserve":
+        memory.reserve(0, 3 * HUGE)
+        memory.reserve(3 * HUGE, HUGE + SIZE)
+    populate(theirs, 0, size)
+    assert mapped(memory.ref, "ShmemPmdMapped") >= 4 * HUGE, "what does not fill one is of small pages"
+    assert bytes(memory.view[HUGE - 3 : HUGE + 3]) == b"\0kept\0"
+    assert reserved_bytes(memory) == size
+    memory.close()
+    if directory:
+        os.rmdir(directory)
+
+
+@huge_pages
+def test_what_others_write_meanwhile_is_kept() -> None:
+    memory = HostMemory.anonymous(SIZE_OF_MANY, "test")
+    writer = Child(WRITE, text(memory.ref))
+    for _ in range(3):
+        for at in range(0, SIZE_OF_MANY, HUGE):
+            memory.reserve(at, HUGE)
+    for at, said in enumerate(writer.finish().split()):
+        assert memory.view[at * 4096 : at * 4096 + 8].tobytes().hex() == said
+    memory.close()
+
+
+@huge_pages
+def test_a_page_that_a_device_holds_stays_where_it_is() -> None:
+    """Pages that are being transferred, or pinned, must not be exchanged for others. Here a pipe holds some."""
+    memory = HostMemory.anonymous(2 * HUGE, "test")
+    memory.view[: 2 * HUGE] = os.urandom(4096) * (2 * HUGE // 4096)
+    said = bytes(memory.view[:8192])
+    read, write = os.pipe()
+    held = ctypes.c_char.from_buffer(memory.view)
+    span = (ctypes.c_size_t * 2)(ctypes.addressof(held), len(said))
+    assert ctypes.CDLL(None).vmsplice(write, span, 1, 0) == len(said)
+    memory.reserve(0, 2 * HUGE)
+    memory.view[:4] = b"seen"
+    assert os.read(read, len(said)) == b"seen" + said[4:], "the pipe's page is the pool's"
+    os.close(read)
+    os.close(write)
+    del held
+    memory.close()
+
+
+@pytest.mark.parametrize("where", ["memfd", "file"])
+def test_a_mapping_begins_where_a_huge_page_may_and_goes_with_its_last_view(where: str, tmp_path: Path) -> None:
+    memory = HostMemory.anonymous(SIZE, "t") if where == "memfd" else HostMemory.in_directory(SIZE, "t", str(tmp_path))
+    theirs = map_memory(memory.ref)
+    for view in (memory.view, theirs):
+        assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % HUGE == 0
+    inode = f" {memory.ref.inode} "
+    assert Path("/proc/self/maps").read_text().count(inode) == 2
+    part = theirs[:4]
+    memory.close()
+    assert Path("/proc/self/maps").read_text().count(inode) == 1
+    theirs.release()
+    assert Path("/proc/self/maps").read_text().count(inode) == 1
+    part.release()
+    assert inode not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("size", [2 * HUGE, 2 * HUGE - 4096])
+def test_a_filesystem_of_huge_pages_holds_the_pool(tmp_path: Path, size: int) -> None:
+    with mounted(tmp_path / "huge", "-t", "hugetlbfs", "none") as path, huge_pages_set_aside(4):
+        memory = HostMemory.in_directory(size, "test", str(path))
+        theirs = map_memory(memory.ref)
+        memory.reserve(0, size)
+        populate(theirs, 0, size)
+        theirs[size - 4 : size] = b"last"
+        assert bytes(memory.view[size - 4 : size]) == b"last"
+        memory.close()
+        theirs.release()
 
 
 def test_populate_backs_the_pages_and_keeps_their_content(memory: HostMemory) -> None:

@@ -287,7 +287,25 @@ def test_directories_that_another_process_removes_while_they_are_made_are_made_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: int
 ) -> None:
     """Its scan finds a namespace without chunks."""
-    store, mkdir, removed = disk(tmp_path), os.mkdir, list[str]()
+    store, removed = disk(tmp_path), removing(monkeypatch, below)
+    assert put(store, make_key(0), 0)
+    assert len(removed) == 3
+    assert holds(store, make_key(0), 0)
+
+
+def test_a_namespace_that_another_process_removes_while_it_is_introduced_is_introduced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, removed = disk(tmp_path), removing(monkeypatch, 0)
+    store.introduce(make_key(0).namespace, "root")
+    assert len(removed) == 3
+    assert (tmp_path / make_key(0).namespace.hex() / "namespace.json").exists()
+    assert not caplog.records
+
+
+def removing(monkeypatch: pytest.MonkeyPatch, below: int) -> list[str]:
+    """From now on the first three directories that are made ``below`` others are gone at once. Fills in which."""
+    mkdir, removed = os.mkdir, list[str]()
 
     def racing(path: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         mkdir(path, mode, dir_fd=dir_fd)
@@ -296,9 +314,7 @@ def test_directories_that_another_process_removes_while_they_are_made_are_made_a
             os.rmdir(path, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "mkdir", racing)
-    assert put(store, make_key(0), 0)
-    assert len(removed) == 3
-    assert holds(store, make_key(0), 0)
+    return removed
 
 
 def test_a_rejected_write_leaves_nothing(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from kvstow.tier import Tier
 logger = logging.getLogger("kvstow")
 
 PREFAULT_AT_ONCE: Final = 4  # pieces of 64 MiB
-PREFAULT_SHARE: Final = 0.1  # of one core; 100 GB take some three minutes, with huge pages 16
+PREFAULT_SHARE: Final = 0.1  # of one core; 100 GB take one to four minutes, where a host must find them half an hour
 
 
 def chunk_layout(settings: Settings, block_tokens: int, shard_block_bytes: Sequence[int]) -> ChunkLayout:

@@ -26,6 +26,7 @@ from kvstow.device.base import Finished, KVCache, KVSpec, Transfer
 from kvstow.device.plan import GroupPlan, Move, attach_groups, check
 from kvstow.device.segments import Arena, GroupAddresses, Segments
 from kvstow.errors import CopyError
+from kvstow.hostmem import populate
 from kvstow.layout import GroupPages
 from kvstow.runtime import Clock, Executor
 
@@ -128,6 +129,10 @@ class CudaDevice:
         length = min(self._piece_bytes, pool.numel() - begin)
         address = pool.data_ptr() + begin
 
+        def pin() -> None:
+            populate(pool.numpy().data, begin, length)  # once pinned, small pages stay small
+            self._gpu.pin(address, length)
+
         def pinned(_: None, error: BaseException | None) -> None:
             if error is not None:
                 self.pin_error = f"pinned {begin} of {pool.numel()} bytes of the host pool, then: {error}"
@@ -136,7 +141,7 @@ class CudaDevice:
             self.pinned_bytes = begin + length
             self._pin_next()
 
-        self._executor.submit(lambda: self._gpu.pin(address, length), pinned)
+        self._executor.submit(pin, pinned)
 
     def _unpin(self) -> None:
         for address in self._pinned:

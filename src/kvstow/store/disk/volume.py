@@ -282,16 +282,18 @@ class Volume:
 
     def _publish(self, mount: Mount, temporary: str, path: str, namespace: bytes) -> bool:
         """Give the file its name, unless something has it. False: something has."""
-        for _ in range(MAX_INTRODUCTIONS):
+
+        def attempt() -> bool:
             try:
                 files.rename_new(mount.root.number, temporary, path)
                 return True
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                with suppress(FileNotFoundError):  # another process's scan found the namespace empty, and removes it
-                    self._introduce(mount, namespace, path)
-        raise FileNotFoundError(errno.ENOENT, "the temporary file or the directory is gone", path)
+                self._introduce(mount, namespace, path)
+                raise
+
+        return _again(attempt)
 
     def rivals(self, namespace: bytes, root: str) -> dict[str, str]:
         with _At(self, "looking at namespaces") as mount:
@@ -301,7 +303,7 @@ class Volume:
         """Say that a namespace is in use, before anything is written to it. Returns its rivals, looked for after."""
         with _At(self, "introducing a namespace") as mount:
             self._written.add(namespace)
-            self._introduce(mount, namespace, names.namespace_json(namespace))
+            _again(lambda: self._introduce(mount, namespace, names.namespace_json(namespace)))
         return self.rivals(namespace, root)
 
     def retract(self, namespace: bytes) -> None:
@@ -397,3 +399,10 @@ class Volume:
         with _At(self, "looking") as mount:
             return mount.ledger.used_bytes
 
+
+def _again(call: Callable[[], R]) -> R:
+    """What ``call`` returns. Another process's scan may find a namespace empty, and remove it, while it is made."""
+    for _ in range(MAX_INTRODUCTIONS - 1):
+        with suppress(FileNotFoundError):
+            return call()
+    return call()
