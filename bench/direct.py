@@ -135,45 +135,53 @@ def media_works(media: Media, leases: Sequence[Lease], slots: Sequence[memoryvie
         place = places[chunk]
         io(areas[id(slot)], Extent(*place.spans[0], place.tag))
 
-    return {"direct_read": partial(move, media.read), "direct_write": partial(move, media.write)}
+    return {"read": partial(move, media.read), "write": partial(move, media.write)}
 
 
 def measure(folder: Path, rounds: int) -> dict[str, float]:
     subject = Subject(folder)
     fd = os.open(subject.ref.paths[0], os.O_RDWR | os.O_DIRECT)
-    frames = bench.disk.Frames(bench.disk.DEPTH)
+    media = build.file_media(subject.ref, 0)
+    frames = bench.disk.Frames(media.areas)
     assert len(frames.slots[0]) == subject.extent_bytes
-    pool, raw, media = bench.disk.Pool(frames.slots), raw_works(subject, fd), build.file_media(subject.ref, 0)
+    pool, raw = bench.disk.Pool(frames.slots), raw_works(subject, fd)
+
+    def direct(what: str) -> tuple[float, float]:
+        leases = subject.engine.hold("bench", subject.keys())
+        took = pool.run(media_works(media, leases, frames.slots)[what])
+        for lease in leases:
+            lease.release()
+        return took
+
     sides: dict[str, Callable[[], tuple[float, float]]] = {
         "raw_write": partial(pool.run, raw["write"]),
+        "direct_write": partial(direct, "write"),
         "pages_write": subject.write,
         "raw_read": partial(pool.run, raw["read"]),
+        "direct_read": partial(direct, "read"),
         "pages_read": subject.read,
     }
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in (*sides, "direct_read", "direct_write")}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    subject.write()
     for round_ in range(rounds + FIRST_ROUNDS_DROPPED):
         for what in ("write", "read"):
             if what == "read":
-                subject.write()  # raw writes left noise in the extents
-            for name in bench.disk.rotated((f"raw_{what}", f"pages_{what}"), round_):
+                subject.write()  # the others left noise in the extents
+            for name in bench.disk.rotated((f"raw_{what}", f"direct_{what}", f"pages_{what}"), round_):
                 took[name].append(sides[name]())
-        leases = subject.engine.hold("bench", subject.keys())
-        for name, work in media_works(media, leases, frames.slots).items():
-            took[name].append(pool.run(work))
-        for lease in leases:
-            lease.release()
     os.close(fd)
     media.close()
     subject.close()
     gigabytes = CHUNKS * subject.extent_bytes / 1e9
     result: dict[str, float] = {}
-    for name, times in took.items():
-        kept = times[FIRST_ROUNDS_DROPPED:]
-        result[f"{name}_gb_s"] = gigabytes / statistics.median(wall for wall, _ in kept)
-        result[f"{name}_cpu_s_per_gb"] = statistics.median(cpu for _, cpu in kept) / gigabytes
+    kept = {name: times[FIRST_ROUNDS_DROPPED:] for name, times in took.items()}
+    for name, times in kept.items():
+        result[f"{name}_gb_s"] = gigabytes / statistics.median(wall for wall, _ in times)
+        result[f"{name}_cpu_s_per_gb"] = statistics.median(cpu for _, cpu in times) / gigabytes
     for what in ("read", "write"):
-        result[f"{what}_over_raw"] = result[f"direct_{what}_gb_s"] / result[f"raw_{what}_gb_s"]
-        result[f"pages_{what}_over_raw"] = result[f"pages_{what}_gb_s"] / result[f"raw_{what}_gb_s"]
+        for ratio, name in ((f"{what}_over_raw", "direct"), (f"pages_{what}_over_raw", "pages")):
+            pairs = zip(kept[f"raw_{what}"], kept[f"{name}_{what}"], strict=True)
+            result[ratio] = statistics.median(theirs / ours for (theirs, _), (ours, _) in pairs)
     return result
 
 

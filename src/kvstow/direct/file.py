@@ -6,10 +6,8 @@ Why threads and not io_uring: docs/decisions/0010-direct-storage.md.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Final
 
 from xxhash import xxh3_128_digest
@@ -17,6 +15,7 @@ from xxhash import xxh3_128_digest
 from kvstow.direct.base import Extent
 from kvstow.direct.page import check_page, seal_page
 from kvstow.errors import CopyError, FrameError
+from kvstow.hostmem import HostMemory, populate
 from kvstow.layout import ALIGN, HEADER_BYTES, align_up
 
 IO: Final = (os.preadv, os.pwritev)
@@ -31,10 +30,9 @@ class FileMedia:
 
     def __init__(self, fd: int, shard: int, areas: int, area_bytes: int, *, io: tuple[Io, Io] = IO) -> None:
         self.areas = areas
-        mapped = mmap.mmap(-1, areas * area_bytes)
-        with suppress(OSError):  # a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)  # the kernel pins the pages of each transfer one by one
-        self.memory = memoryview(mapped)
+        self._host = HostMemory.anonymous(areas * area_bytes, "kvstow-staging")
+        self.memory = self._host.view
+        populate(self.memory, 0, len(self.memory))
         self._fd = fd
         self._shard = shard
         self._area_bytes = area_bytes
@@ -87,3 +85,4 @@ class FileMedia:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        self._host.close()
