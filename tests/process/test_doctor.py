@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvstow import build
+from kvstow import build, hostmem
 from kvstow.cli import conflicts, main
-from kvstow.cli.doctor import command, disk
+from kvstow.cli.doctor import command, disk, host
 from kvstow.cli.doctor.disk import Measured, check_path
 from kvstow.cli.doctor.remote import check_mooncake, check_objects, check_redis
 from kvstow.cli.doctor.result import Result, Status, failed, ok
@@ -28,6 +28,7 @@ from kvstow.store.objects import ObjectsOptions, parse_url
 from kvstow.store.redis import RedisOptions, parse_address
 from kvstow.testing.redis_server import RedisServer, free_port, program
 from kvstow.testing.store_suite import make_key
+from tests.process.test_hostmem import makes_huge_pages as kernel_makes_huge_pages
 from tests.store.disks import disk as open_disk
 from tests.store.disks import put, tmpfs
 
@@ -45,6 +46,12 @@ def look(path: Path, size: int = ROOM, min_free: int = 0) -> dict[str, Result]:
 @pytest.fixture
 def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "SAMPLE_BYTES", 8 << 20)
+
+
+def test_huge_pages_are_told_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.makes_huge_pages() == kernel_makes_huge_pages()
+    monkeypatch.setattr(hostmem, "_make_huge", lambda view, offset, length: None)
+    assert not host.makes_huge_pages()
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvstow.hostmem import HostMemory
 from kvstow.key import ChunkKey
 from kvstow.store.base import REJECTED, Buffer, Done, Outcome, Store
 from kvstow.store.mooncake.listen import listening
@@ -104,7 +105,7 @@ class FromPool:
 
 @pytest.fixture(scope="module")
 def regions() -> queue.Queue[memoryview]:
-    memory = memoryview(mmap.mmap(-1, 8 * REGION))
+    memory = HostMemory.anonymous(8 * REGION, "regions").view
     regions: queue.Queue[memoryview] = queue.Queue()
     for i in range(8):
         regions.put(memory[i * REGION : (i + 1) * REGION])
@@ -130,10 +131,9 @@ def test_the_pool_is_registered_once_whatever_slot_comes_first(shared: Any, regi
     client = store._connect()[0]
     store._client, store._config = _Watched(client, seen), shared._config
     store._registered = type(shared._registered)()
-    memory = mmap.mmap(-1, 64 << 10)
-    whole = memoryview(memory)
+    memory = HostMemory.anonymous(64 << 10, "pool")
     for i in (3, 0, 2):
-        slot = whole[i * 16384 : (i + 1) * 16384]
+        slot = memory.view[i * 16384 : (i + 1) * 16384]
         slot[:] = value_of(i, 16384)
         assert store.write([(make_key(i), [slot])]) == [Done(16384)]
         slot[:] = bytes(16384)
@@ -141,9 +141,9 @@ def test_the_pool_is_registered_once_whatever_slot_comes_first(shared: Any, regi
         assert slot == value_of(i, 16384)
     assert seen == [64 << 10]
     store._registered.clear(client)
-    whole.release()
     del slot
-    memory.close()  # raises BufferError while anything still holds the mapping
+    memory.close()
+    assert f" {memory.ref.inode} " not in Path("/proc/self/maps").read_text(), "somebody still holds the mapping"
 
 
 class _Watched:

@@ -180,6 +180,15 @@ def test_numa() -> None:
     assert "2 nodes" in next(host.check_numa(2)).found
 
 
+def test_huge_pages_matter_where_there_is_a_disk() -> None:
+    assert statuses(host.check_made_pages(disks=True, made=True)) == {"huge pages": Status.OK}
+    assert statuses(host.check_made_pages(disks=False, made=False)) == {"huge pages": Status.OK}
+    [result] = bad(host.check_made_pages(disks=True, made=False))
+    assert result.status is Status.WARNING
+    assert "half as fast" in result.found
+    assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in result.fix
+
+
 def test_a_pool_whose_server_was_killed() -> None:
     holders = [Holder(7, 10**9), Holder(8, 2 * 10**9)]
     running, left = host.check_pools(holders, lambda pid: pid == 8)

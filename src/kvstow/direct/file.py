@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 from kvstow.direct.base import Extent
 from kvstow.direct.page import check_page, seal_page
 from kvstow.errors import CopyError, FrameError
-from kvstow.hostmem import HostMemory, populate
+from kvstow.hostmem import HostMemory, map_memory, populate
 from kvstow.layout import ALIGN, HEADER_BYTES, align_up
 
 IO: Final = (os.preadv, os.pwritev)
@@ -30,8 +30,9 @@ class FileMedia:
 
     def __init__(self, fd: int, shard: int, areas: int, area_bytes: int, *, io: tuple[Io, Io] = IO) -> None:
         self.areas = areas
-        self._host = HostMemory.anonymous(areas * area_bytes, "kvstow-staging")
-        self.memory = self._host.view
+        host = HostMemory.anonymous(areas * area_bytes, "kvstow-staging")
+        self.memory = map_memory(host.ref)  # a device keeps it beyond ``close``
+        host.close()
         populate(self.memory, 0, len(self.memory))
         self._fd = fd
         self._shard = shard
@@ -85,4 +86,3 @@ class FileMedia:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        self._host.close()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from kvstow.direct.base import Extent
 from kvstow.direct.file import FileMedia
@@ -128,3 +129,13 @@ def test_another_rank_s_extent() -> None:
     media(disk, shard=1).write(0, Extent(AREA, LENGTH, TAG))
     with pytest.raises(FrameError, match="shard 1, not of 0"):
         media(disk).read(0, Extent(AREA, LENGTH, TAG))
+
+
+def test_a_device_that_has_the_staging_keeps_it() -> None:
+    """The pipeline closes the media before the device is closed, and a tensor keeps no hold of the memory's views."""
+    subject = media(Disk())
+    tensor = torch.frombuffer(subject.memory, dtype=torch.uint8)
+    tensor[:] = 7
+    subject.close()
+    assert len(subject.memory) == len(tensor)
+    assert int(tensor.sum()) == 7 * len(tensor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Final, NamedTuple
 
 from kvstow.cli.doctor.mounts import Filesystem, filesystem_of
 from kvstow.cli.doctor.result import Result, failed, ok, warning
+from kvstow.hostmem import HostMemory
 from kvstow.runtime import Clock
 from kvstow.settings import format_size
 from kvstow.store.disk import files, names
@@ -153,15 +153,19 @@ def measure(folder: str, clock: Clock) -> Measured:
         return Measured(direct, links, locks, None, None)
     if direct:
         fcntl.fcntl(fd.number, fcntl.F_SETFL, os.O_DIRECT)
-    with mmap.mmap(-1, PIECE_BYTES) as piece, memoryview(piece) as view:
-        view[:] = os.urandom(4096) * (PIECE_BYTES // 4096)
-        written, write_s = _sample(os.pwritev, fd.number, [view], clock, SAMPLE_BYTES)
+    memory = HostMemory.anonymous(PIECE_BYTES, "kvstow-doctor")  # such as the pool's
+    try:
+        memory.reserve(0, PIECE_BYTES)
+        memory.view[:] = os.urandom(4096) * (PIECE_BYTES // 4096)
+        written, write_s = _sample(os.pwritev, fd.number, [memory.view], clock, SAMPLE_BYTES)
         began = clock.monotonic()
         if not direct:
             os.fdatasync(fd.number)
         os.posix_fadvise(fd.number, 0, 0, os.POSIX_FADV_DONTNEED)
         write_s += clock.monotonic() - began
-        read, read_s = _sample(os.preadv, fd.number, [view], clock, written)
+        read, read_s = _sample(os.preadv, fd.number, [memory.view], clock, written)
+    finally:
+        memory.close()
     return Measured(direct, links, locks, written / max(write_s, 1e-9), read / max(read_s, 1e-9))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import resource
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 from kvstow.cli.doctor.mounts import filesystem_of
 from kvstow.cli.doctor.result import Result, failed, ok, warning
 from kvstow.errors import SettingsError
+from kvstow.hostmem import HostMemory
 from kvstow.settings import Settings, check_host, format_size
 from kvstow.settings.machine import Holder, HostFacts
 
@@ -22,6 +24,9 @@ SHM: Final = "/dev/shm"
 HUGE: Final = "hugetlbfs"
 INIT: Final = 1
 UNLIMITED: Final = (resource.RLIM_INFINITY, -1)
+_SHARED: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+_TRIAL: Final = "kvstow-doctor"
+_TRIAL_BYTES: Final = 4 << 20
 _HUGE_POOLS: Final = "/sys/kernel/mm/hugepages/hugepages-{}kB/free_hugepages"
 
 
@@ -102,9 +107,20 @@ def numa_nodes() -> int:
     return len(glob.glob("/sys/devices/system/node/node[0-9]*"))
 
 
-def check_huge_pages(pool_dir: str | None, size_bytes: int) -> Iterator[Result]:
+def check_made_pages(disks: bool, made: bool) -> Iterator[Result]:
+    """``disks``: whether a tier's direct I/O gains by huge pages. ``made``: see ``makes_huge_pages``."""
+    if made:
+        yield ok("huge pages", "the kernel makes them for the pool")
+    elif not disks:
+        yield ok("huge pages", "the kernel makes none for the pool; without a disk tier that matters little")
+    else:
+        found = f"Linux {os.uname().release} makes none for the pool: direct I/O is about half as fast"
+        yield warning("huge pages", found, f"Linux 6.1 or later, or as root: echo advise > {_SHARED}")
+
+
+def check_huge_pages(pool_dir: str, size_bytes: int) -> Iterator[Result]:
     """Only where the pool is on hugetlbfs: then its pages must have been set aside."""
-    mount = filesystem_of(pool_dir) if pool_dir is not None and os.path.isdir(pool_dir) else None
+    mount = filesystem_of(pool_dir) if os.path.isdir(pool_dir) else None
     if mount is None or mount.kind != HUGE:
         return
     page = os.statvfs(mount.at).f_bsize
@@ -115,6 +131,18 @@ def check_huge_pages(pool_dir: str | None, size_bytes: int) -> Iterator[Result]:
         yield failed("huge pages", found, f"sysctl vm.nr_hugepages={needed}, or leave memory.pool_dir unset")
     else:
         yield ok("huge pages", f"{free} of {shown} are free, {needed} are needed")
+
+
+def makes_huge_pages() -> bool:
+    """Whether memory such as the pool's is of huge pages here. By trying, with 4 MiB."""
+    memory = HostMemory.anonymous(_TRIAL_BYTES, _TRIAL)
+    try:
+        memory.reserve(0, _TRIAL_BYTES)
+        _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"memfd:{_TRIAL}")
+        found = re.search(r"^ShmemPmdMapped: +(\d+)", mapping, re.MULTILINE)
+        return found is not None and int(found[1]) > 0
+    finally:
+        memory.close()
 
 
 def check_pools(holders: Sequence[Holder], orphan: Callable[[int], bool]) -> Iterator[Result]:

@@ -35,6 +35,7 @@ FAILED: Final = -800  # the client's own code of a transfer that failed
 NOT_IN_MEMORY: Final = (-702,)
 ELSEWHERE: Final = -1
 REFUSED: Final = (-400, -601)  # keys or clients that the master will never take
+MAPPED: Final = (mmap.mmap, ctypes.Array)  # the kinds of memory that stay: the host pool is an array
 PAUSE_S: Final = 1.0  # nothing is written for so long after the store had no room
 
 
@@ -276,7 +277,7 @@ class _Registered:
 
     def place(self, client: Any, buffer: Buffer) -> _Place | None:
         """None: it must be copied."""
-        if buffer.readonly or not len(buffer) or not isinstance(buffer.obj, mmap.mmap):
+        if buffer.readonly or not len(buffer) or not isinstance(buffer.obj, MAPPED):
             return None
         with self._lock:
             if not any(view.obj is buffer.obj for view in self._whole.values()):
