@@ -66,7 +66,7 @@ _IGNORED: Final = {
     "keys are vLLM's own block hashes: --prefix-caching-hash-algo chooses how they are made": (
         "pre_caching_hash_algorithm"
     ),
-    "Linux 6.1 gives the pool huge pages; for reserved ones set memory.pool_dir to a hugetlbfs mount": "local_cpu_use_hugepages",
+    "the pool has them on Linux 6.1; or set memory.pool_dir to a hugetlbfs mount": "local_cpu_use_hugepages",
     "memory.size is all that is taken, and it is checked against what is left": "reserve_local_cpu_size",
     "the pool is one shared mapping: bind vLLM with numactl": "numa_mode",
     "it only matters with enable_blending, which is refused": (
