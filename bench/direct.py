@@ -32,6 +32,7 @@ from kvstow.device.cpu import CpuDevice
 from kvstow.direct.base import Extent, Media
 from kvstow.direct.geometry import DirectRef
 from kvstow.engine import Engine
+from kvstow.hostmem import populate
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
@@ -142,6 +143,7 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
     subject = Subject(folder)
     fd = os.open(subject.ref.paths[0], os.O_RDWR | os.O_DIRECT)
     media = build.file_media(subject.ref, 0)
+    populate(media.memory, 0, len(media.memory))
     frames = bench.disk.Frames(media.areas)
     assert len(frames.slots[0]) == subject.extent_bytes
     pool, raw = bench.disk.Pool(frames.slots), raw_works(subject, fd)

@@ -71,8 +71,7 @@ class HostMemory:
         """
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
-            os.fchmod(fd, 0o600)
-            os.ftruncate(fd, size_bytes)
+            _size(fd, size_bytes)
             return cls(fd, None, size_bytes, name)
         except OSError as error:
             os.close(fd)
@@ -105,15 +104,17 @@ class HostMemory:
     def reserve(self, offset: int, length: int) -> None:
         """Take ``length`` bytes at ``offset`` from the system now rather than at their first use. Content stays.
 
-        In huge pages, where the system has them. Any thread; releases the GIL; 1 to 2 GB/s, in small pages 5. Those
-        are not mapped here: that would hold the process's memory map, and with it the owner's thread.
+        In huge pages, where the system has them. Any thread; releases the GIL; some 5 GB/s, a tenth of that where a
+        virtual machine's host must find the memory. Small pages are not mapped here: that would hold the process's
+        memory map, and with it the owner's thread.
         """
         with self._open:  # the descriptor must not be closed, and its number reused, under the call
             if self._fd < 0:
                 return
             try:
                 _make_huge(self.view, offset, length)
-                os.posix_fallocate(self._fd, offset, length)
+                if self.ref.path is None:  # a file's is; where its file system can't, libc would write zeros: a race
+                    os.posix_fallocate(self._fd, offset, length)
             except OSError as error:
                 raise _refused(error, self.ref.size_bytes, None) from error
 
@@ -132,6 +133,16 @@ class HostMemory:
             os.close(self._fd)
             self._fd = -1
         self.view.release()  # the mapping goes with the last view of it
+
+
+def private_memory(size_bytes: int, name: str) -> memoryview:
+    """Memory of this process's own, such as the pool's; nothing is reserved yet. Raises ``OSError``."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        _size(fd, size_bytes)
+        return _map(fd, size_bytes)
+    finally:
+        os.close(fd)
 
 
 def map_memory(ref: PoolRef) -> memoryview:
@@ -167,7 +178,8 @@ def populate(view: memoryview, offset: int, length: int) -> None:
 
     Their content stays. For whoever copies into the pool: the first copy into a page takes some 13 times as long as
     the next one, 6 times where another process has touched it. Any thread; releases the GIL; in the background, as it
-    takes 0.5 s a GiB, or 0.2 s where the pages exist already. Kernels before 5.14 can't: nothing happens.
+    takes 0.5 s a GiB, or 0.2 s where the pages exist already. Kernels before 5.14 can't, and a
+    sandbox may refuse it: nothing happens.
     """
     _make_huge(view, offset, length)
     base = ctypes.c_char.from_buffer(view, offset)  # while this lives the mapping cannot go
@@ -175,7 +187,7 @@ def populate(view: memoryview, offset: int, length: int) -> None:
     for at in range(0, length, _HUGE_PAGE_BYTES):
         if _libc.madvise(address + at, min(_HUGE_PAGE_BYTES, length - at), _MADV_POPULATE_WRITE) != 0:
             code = ctypes.get_errno()
-            if code == errno.EINVAL:
+            if code not in _NO_MEMORY:
                 return
             raise _refused(OSError(code, os.strerror(code)), len(view), None)
 
@@ -251,17 +263,30 @@ def _unlink(path: str) -> None:
         os.unlink(path)
 
 
+def _size(fd: int, size_bytes: int) -> None:
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, size_bytes)
+
+
 def _map(fd: int, size_bytes: int) -> memoryview:
-    """The whole of ``fd``, shared, until its last view is gone; where a huge page may begin, one of hugetlbfs too."""
+    """The whole of ``fd``, shared, until its last view is gone; where a huge page may begin, one of hugetlbfs too.
+
+    So long it has a descriptor: by those others see which processes hold a pool.
+    """
     alignment = max(_HUGE_PAGE_BYTES, os.fstat(fd).st_blksize)
     room = align_up(size_bytes, alignment) + alignment
     begin = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     at = align_up(begin, alignment)
     memory = (ctypes.c_char * size_bytes).from_address(at)
-    weakref.finalize(memory, _libc.munmap, begin, room).atexit = False  # a thread may still be copying
+    weakref.finalize(memory, _unmap, begin, room, os.dup(fd)).atexit = False  # a thread may still be copying
     _mmap(at, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
     _libc.madvise(at, size_bytes, mmap.MADV_HUGEPAGE)  # a kernel that cannot collapse may have them all the same
     return memoryview(memory).cast("B")
+
+
+def _unmap(begin: int, length: int, fd: int) -> None:
+    _libc.munmap(begin, length)
+    os.close(fd)
 
 
 def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int) -> int:

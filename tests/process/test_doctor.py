@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,26 @@ def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "SAMPLE_BYTES", 8 << 20)
 
 
-def test_huge_pages_are_told_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host.makes_huge_pages() == kernel_makes_huge_pages()
-    monkeypatch.setattr(hostmem, "_make_huge", lambda view, offset, length: None)
-    assert not host.makes_huge_pages()
+@pytest.mark.parametrize("where", ["memfd", "tmpfs"])
+def test_huge_pages_are_told_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    with tmpfs(tmp_path / "shm", "16m") if where == "tmpfs" else nullcontext() as directory:
+        pool_dir = str(directory) if directory else None
+        if kernel_makes_huge_pages():
+            assert by_check(host.check_huge_pages(pool_dir, ROOM, disks=True))["huge pages"].status is Status.OK
+        monkeypatch.setattr(hostmem, "_make_huge", lambda view, offset, length: None)
+        assert by_check(host.check_huge_pages(pool_dir, ROOM, disks=True))["huge pages"].status is Status.WARNING
+        if directory:
+            assert list(directory.iterdir()) == []
+
+
+def test_huge_pages_without_memory_to_try_them() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "memfd_create", no_memory)
+        assert not host.makes_huge_pages()
+
+
+def no_memory(*_: object) -> int:
+    raise OSError(errno.ENOMEM, "no memory")
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from kvstow import hostmem
 from kvstow.errors import UnsupportedError
 from kvstow.hostmem import HostMemory, PoolError, PoolRef, map_memory, populate, reap
 from kvstow.settings import host_facts
-from tests.store.disks import mounted
+from kvstow.settings.machine import Holder
+from tests.store.disks import mounted, tmpfs
 
 SIZE = 1 << 20
 HUGE = 2 << 20
@@ -33,7 +34,7 @@ import json, sys
 from dataclasses import asdict
 from kvstow.hostmem import HostMemory
 size, directory = int(sys.argv[1]), sys.argv[2]
-memory = HostMemory.in_directory(size, "child", directory) if directory else HostMemory.anonymous(size, "child")
+memory = HostMemory.in_directory(size, "child", directory) if directory else HostMemory.anonymous(size, "kvstow-child")
 memory.view[:5] = b"child"
 print(json.dumps(asdict(memory.ref)), flush=True)
 sys.stdin.read()
@@ -188,7 +189,7 @@ def test_a_creator_that_has_ended_is_an_error_that_says_what_to_do() -> None:
     ref = child.ref()
     map_memory(ref)
     child.kill()
-    with pytest.raises(UnsupportedError, match=rf"'child' of process {ref.pid} .*pool_dir"):
+    with pytest.raises(UnsupportedError, match=rf"'kvstow-child' of process {ref.pid} .*pool_dir"):
         map_memory(ref)
 
 
@@ -223,6 +224,20 @@ def test_j4_once_unnamed_nothing_is_left_to_clean_up_and_the_bytes_stay_shared(t
     memory.close()
 
 
+def test_who_still_maps_the_memory_of_a_killed_creator_is_found() -> None:
+    owner = Child(CREATE, str(SIZE), "")
+    worker = Child(MAP, owner.line)
+    try:
+        held = Holder(owner.process.pid, 4096)
+        assert held in host_facts().holders
+        owner.kill()
+        assert [holder for holder in host_facts().holders if holder.pid == worker.process.pid] == [
+            Holder(worker.process.pid, 4096)
+        ]
+    finally:
+        worker.finish()
+
+
 def test_a_view_outlives_close(memory: HostMemory) -> None:
     part = memory.view[:4]
     part[:] = b"kept"
@@ -233,6 +248,22 @@ def test_a_view_outlives_close(memory: HostMemory) -> None:
 def test_a_file_is_reserved_at_once(tmp_path: Path) -> None:
     memory = HostMemory.in_directory(SIZE, "test", str(tmp_path))
     assert reserved_bytes(memory) >= SIZE
+    memory.close()
+
+
+def test_a_file_is_not_reserved_again_while_others_write_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its file system can't, as ramfs or NFS, libc does: it writes a zero wherever it has just read one."""
+    memory = HostMemory.in_directory(SIZE, "test", str(tmp_path))
+    theirs = map_memory(memory.ref)
+
+    def as_libc_does(fd: int, offset: int, length: int) -> None:
+        theirs[offset : offset + 4] = b"said"
+        os.pwrite(fd, b"\0", offset)
+
+    monkeypatch.setattr(os, "posix_fallocate", as_libc_does)
+    theirs[:4] = b"said"
+    memory.reserve(0, SIZE)
+    assert bytes(theirs[:4]) == b"said"
     memory.close()
 
 
@@ -253,31 +284,33 @@ def test_a_memfd_is_reserved_piece_by_piece_and_keeps_its_content() -> None:
 @huge_pages
 @pytest.mark.parametrize("where", ["memfd", "tmpfs"])
 @pytest.mark.parametrize("first", ["reserve", "populate"])
-def test_the_memory_is_of_huge_pages_whoever_asks_for_it_first(where: str, first: str) -> None:
+def test_the_memory_is_of_huge_pages_whoever_asks_for_it_first(tmp_path: Path, where: str, first: str) -> None:
     size = 4 * HUGE + SIZE
-    directory = {"memfd": None, "tmpfs": f"/dev/shm/kvstow-test-{os.getpid()}"}[where]
-    memory = HostMemory.in_directory(size, "test", directory) if directory else HostMemory.anonymous(size, "test")
-    theirs = map_memory(memory.ref)
-    theirs[HUGE - 2 : HUGE + 2] = b"kept"
-    if first == "reserve":
-        memory.reserve(0, 3 * HUGE)
-        memory.reserve(3 * HUGE, HUGE + SIZE)
-    populate(theirs, 0, size)
-    assert mapped(memory.ref, "ShmemPmdMapped") >= 4 * HUGE, "what does not fill one is of small pages"
-    assert bytes(memory.view[HUGE - 3 : HUGE + 3]) == b"\0kept\0"
-    assert reserved_bytes(memory) == size
-    memory.close()
-    if directory:
-        os.rmdir(directory)
+    with tmpfs(tmp_path / "shm", "32m") if where == "tmpfs" else nullcontext() as directory:
+        memory = (
+            HostMemory.in_directory(size, "test", str(directory)) if directory else HostMemory.anonymous(size, "test")
+        )
+        theirs = map_memory(memory.ref)
+        theirs[HUGE - 2 : HUGE + 2] = b"kept"
+        if first == "reserve":
+            memory.reserve(0, 3 * HUGE)
+            memory.reserve(3 * HUGE, HUGE + SIZE)
+        populate(theirs, 0, size)
+        mappings = 2 if first == "reserve" else 1
+        assert mapped(memory.ref, "ShmemPmdMapped") == mappings * 4 * HUGE, "what does not fill one is of small pages"
+        assert bytes(memory.view[HUGE - 3 : HUGE + 3]) == b"\0kept\0"
+        assert reserved_bytes(memory) == size
+        memory.close()
+        theirs.release()
 
 
 @huge_pages
-def test_what_others_write_meanwhile_is_kept() -> None:
+@pytest.mark.parametrize("_again", range(3))
+def test_what_others_write_meanwhile_is_kept(_again: int) -> None:
     memory = HostMemory.anonymous(SIZE_OF_MANY, "test")
     writer = Child(WRITE, text(memory.ref))
-    for _ in range(3):
-        for at in range(0, SIZE_OF_MANY, HUGE):
-            memory.reserve(at, HUGE)
+    for at in range(0, SIZE_OF_MANY, HUGE):
+        memory.reserve(at, HUGE)
     for at, said in enumerate(writer.finish().split()):
         assert memory.view[at * 4096 : at * 4096 + 8].tobytes().hex() == said
     memory.close()
@@ -339,9 +372,12 @@ def test_populate_backs_the_pages_and_keeps_their_content(memory: HostMemory) ->
     assert bytes(memory.view[4999:5004]) == b"\0abc\0"
 
 
-def test_populate_is_nothing_on_a_kernel_that_cannot(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EAGAIN, errno.EINTR])
+def test_populate_is_nothing_on_a_kernel_that_cannot(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     def madvise(address: int, length: int, advice: int) -> int:
-        ctypes.set_errno(errno.EINVAL)
+        ctypes.set_errno(code)
         return -1
 
     monkeypatch.setattr(hostmem, "_libc", type("Libc", (), {"madvise": staticmethod(madvise)}))

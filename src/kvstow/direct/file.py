@@ -14,8 +14,8 @@ from xxhash import xxh3_128_digest
 
 from kvstow.direct.base import Extent
 from kvstow.direct.page import check_page, seal_page
-from kvstow.errors import CopyError, FrameError
-from kvstow.hostmem import HostMemory, map_memory, populate
+from kvstow.errors import CopyError, FrameError, SettingsError
+from kvstow.hostmem import private_memory
 from kvstow.layout import ALIGN, HEADER_BYTES, align_up
 
 IO: Final = (os.preadv, os.pwritev)
@@ -24,17 +24,21 @@ Io = Callable[[int, Sequence[memoryview], int], int]
 
 class FileMedia:
     """Areas of ``area_bytes`` in one mapping, ``memory``; each a header page, then the payload. Owns ``fd``, which was
-    opened with O_DIRECT."""
+    opened with O_DIRECT. Raises ``SettingsError``: there is no memory."""
 
     name = "direct storage (file)"
 
     def __init__(self, fd: int, shard: int, areas: int, area_bytes: int, *, io: tuple[Io, Io] = IO) -> None:
         self.areas = areas
-        host = HostMemory.anonymous(areas * area_bytes, "kvstow-staging")
-        self.memory = map_memory(host.ref)  # a device keeps it beyond ``close``
-        host.close()
-        populate(self.memory, 0, len(self.memory))
         self._fd = fd
+        try:
+            self.memory = private_memory(areas * area_bytes, "staging")  # a device keeps it beyond ``close``
+        except OSError as error:
+            self.close()
+            raise SettingsError(
+                f"direct.staging_size: no {areas * area_bytes:,} bytes of memory ({error.strerror}): set it lower, or "
+                "free memory"
+            ) from error
         self._shard = shard
         self._area_bytes = area_bytes
         self._preadv, self._pwritev = io

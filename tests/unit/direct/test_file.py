@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ import torch
 from kvstow.direct.base import Extent
 from kvstow.direct.file import FileMedia
 from kvstow.direct.page import tag_of
-from kvstow.errors import CopyError, FrameError
+from kvstow.errors import CopyError, FrameError, SettingsError
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ALIGN, HEADER_BYTES
 
@@ -129,6 +130,18 @@ def test_another_rank_s_extent() -> None:
     media(disk, shard=1).write(0, Extent(AREA, LENGTH, TAG))
     with pytest.raises(FrameError, match="shard 1, not of 0"):
         media(disk).read(0, Extent(AREA, LENGTH, TAG))
+
+
+def test_no_memory_for_the_staging_names_the_setting_and_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> int:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(os, "memfd_create", none)
+    fd = os.open(os.devnull, os.O_RDONLY)
+    with pytest.raises(SettingsError, match=r"direct\.staging_size: no .* bytes of memory"):
+        FileMedia(fd, 0, 3, AREA)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_a_device_that_has_the_staging_keeps_it() -> None:

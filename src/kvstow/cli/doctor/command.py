@@ -117,11 +117,8 @@ def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
     else:
         yield "memory", QUICK_S, lambda: host.check_memory(settings, host_facts(pool_dir))
         yield host.SHM, QUICK_S, lambda: host.check_shm(pool_dir, host.shm_bytes())
-        if pool_dir is None:
-            disks = settings.disk.paths is not None
-            yield "huge pages", QUICK_S, lambda: host.check_made_pages(disks, host.makes_huge_pages())
-        else:
-            yield "huge pages", QUICK_S, partial(host.check_huge_pages, pool_dir, size)
+        disks = settings.disk.paths is not None
+        yield "huge pages", QUICK_S, lambda: host.check_huge_pages(pool_dir, size, disks=disks)
     yield "pools", QUICK_S, lambda: host.check_pools(host_facts().holders, host.is_orphan)
     yield "locked memory", QUICK_S, lambda: host.check_memlock(host.memlock_bytes(), size, registers)
     yield "NUMA", QUICK_S, lambda: host.check_numa(host.numa_nodes())

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from kvstow.cli.doctor.mounts import Filesystem, filesystem_of
 from kvstow.cli.doctor.result import Result, failed, ok, warning
-from kvstow.hostmem import HostMemory
+from kvstow.hostmem import PoolError, populate, private_memory
 from kvstow.runtime import Clock
 from kvstow.settings import format_size
 from kvstow.store.disk import files, names
@@ -153,19 +153,17 @@ def measure(folder: str, clock: Clock) -> Measured:
         return Measured(direct, links, locks, None, None)
     if direct:
         fcntl.fcntl(fd.number, fcntl.F_SETFL, os.O_DIRECT)
-    memory = HostMemory.anonymous(PIECE_BYTES, "kvstow-doctor")  # such as the pool's
-    try:
-        memory.reserve(0, PIECE_BYTES)
-        memory.view[:] = os.urandom(4096) * (PIECE_BYTES // 4096)
-        written, write_s = _sample(os.pwritev, fd.number, [memory.view], clock, SAMPLE_BYTES)
-        began = clock.monotonic()
-        if not direct:
-            os.fdatasync(fd.number)
-        os.posix_fadvise(fd.number, 0, 0, os.POSIX_FADV_DONTNEED)
-        write_s += clock.monotonic() - began
-        read, read_s = _sample(os.preadv, fd.number, [memory.view], clock, written)
-    finally:
-        memory.close()
+    piece = private_memory(PIECE_BYTES, "sample")  # such as the pool's
+    with suppress(PoolError):
+        populate(piece, 0, PIECE_BYTES)
+    piece[:] = os.urandom(4096) * (PIECE_BYTES // 4096)
+    written, write_s = _sample(os.pwritev, fd.number, [piece], clock, SAMPLE_BYTES)
+    began = clock.monotonic()
+    if not direct:
+        os.fdatasync(fd.number)
+    os.posix_fadvise(fd.number, 0, 0, os.POSIX_FADV_DONTNEED)
+    write_s += clock.monotonic() - began
+    read, read_s = _sample(os.preadv, fd.number, [piece], clock, written)
     return Measured(direct, links, locks, written / max(write_s, 1e-9), read / max(read_s, 1e-9))
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -15,17 +16,17 @@ import psutil
 from kvstow.cli.doctor.mounts import filesystem_of
 from kvstow.cli.doctor.result import Result, failed, ok, warning
 from kvstow.errors import SettingsError
-from kvstow.hostmem import HostMemory
+from kvstow.hostmem import HostMemory, PoolError
 from kvstow.settings import Settings, check_host, format_size
 from kvstow.settings.machine import Holder, HostFacts
 
 SEED: Final = "PYTHONHASHSEED"
 SHM: Final = "/dev/shm"
 HUGE: Final = "hugetlbfs"
+TMPFS: Final = "tmpfs"
 INIT: Final = 1
 UNLIMITED: Final = (resource.RLIM_INFINITY, -1)
 _SHARED: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-_TRIAL: Final = "kvstow-doctor"
 _TRIAL_BYTES: Final = 4 << 20
 _HUGE_POOLS: Final = "/sys/kernel/mm/hugepages/hugepages-{}kB/free_hugepages"
 
@@ -107,42 +108,46 @@ def numa_nodes() -> int:
     return len(glob.glob("/sys/devices/system/node/node[0-9]*"))
 
 
-def check_made_pages(disks: bool, made: bool) -> Iterator[Result]:
-    """``disks``: whether a tier's direct I/O gains by huge pages. ``made``: see ``makes_huge_pages``."""
-    if made:
-        yield ok("huge pages", "the kernel makes them for the pool")
-    elif not disks:
-        yield ok("huge pages", "the kernel makes none for the pool; without a disk tier that matters little")
-    else:
-        found = f"Linux {os.uname().release} makes none for the pool: direct I/O is about half as fast"
-        yield warning("huge pages", found, f"Linux 6.1 or later, or as root: echo advise > {_SHARED}")
+def check_huge_pages(pool_dir: str | None, size_bytes: int, *, disks: bool) -> Iterator[Result]:
+    """``disks``: whether there is direct I/O, which gains by them. Of other filesystems nothing is known."""
+    mount = filesystem_of(pool_dir) if pool_dir is not None and os.path.isdir(pool_dir) else None
+    if mount is not None and mount.kind == HUGE:
+        yield _reserved_pages(mount.at, size_bytes)
+    elif pool_dir is None or (mount is not None and mount.kind == TMPFS):
+        yield made_pages(makes_huge_pages(pool_dir), disks=disks)
 
 
-def check_huge_pages(pool_dir: str, size_bytes: int) -> Iterator[Result]:
-    """Only where the pool is on hugetlbfs: then its pages must have been set aside."""
-    mount = filesystem_of(pool_dir) if os.path.isdir(pool_dir) else None
-    if mount is None or mount.kind != HUGE:
-        return
-    page = os.statvfs(mount.at).f_bsize
+def _reserved_pages(mount: str, size_bytes: int) -> Result:
+    page = os.statvfs(mount).f_bsize
     needed, shown = -(-size_bytes // page), format_size(page)
     free = int(Path(_HUGE_POOLS.format(page >> 10)).read_text())
     if free < needed:
         found = f"{free} of {shown} are free, memory.size {format_size(size_bytes)} needs {needed}"
-        yield failed("huge pages", found, f"sysctl vm.nr_hugepages={needed}, or leave memory.pool_dir unset")
-    else:
-        yield ok("huge pages", f"{free} of {shown} are free, {needed} are needed")
+        return failed("huge pages", found, f"sysctl vm.nr_hugepages={needed}, or leave memory.pool_dir unset")
+    return ok("huge pages", f"{free} of {shown} are free, {needed} are needed")
 
 
-def makes_huge_pages() -> bool:
+def made_pages(made: bool, *, disks: bool) -> Result:
+    if made:
+        return ok("huge pages", "the kernel makes them")
+    if not disks:
+        return ok("huge pages", "the kernel makes none; without a disk tier that matters little")
+    found = f"Linux {os.uname().release} makes none: direct I/O may take twice as long"
+    return warning("huge pages", found, f"Linux 6.1 or later, {_SHARED} not at deny; with Linux 5.14 to 6.0 at advise")
+
+
+def makes_huge_pages(pool_dir: str | None = None) -> bool:
     """Whether memory such as the pool's is of huge pages here. By trying, with 4 MiB."""
-    memory = HostMemory.anonymous(_TRIAL_BYTES, _TRIAL)
+    what = (_TRIAL_BYTES, "doctor")
     try:
-        memory.reserve(0, _TRIAL_BYTES)
-        _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"memfd:{_TRIAL}")
-        found = re.search(r"^ShmemPmdMapped: +(\d+)", mapping, re.MULTILINE)
-        return found is not None and int(found[1]) > 0
-    finally:
-        memory.close()
+        trial = HostMemory.anonymous(*what) if pool_dir is None else HostMemory.in_directory(*what, pool_dir)
+        with closing(trial) as memory:
+            memory.reserve(0, _TRIAL_BYTES)
+            _, _, mapping = Path("/proc/self/smaps").read_text().partition(f" {memory.ref.inode} ")
+            found = re.search(r"^ShmemPmdMapped: +(\d+)", mapping, re.MULTILINE)
+            return found is not None and int(found[1]) > 0
+    except (OSError, PoolError):
+        return False
 
 
 def check_pools(holders: Sequence[Holder], orphan: Callable[[int], bool]) -> Iterator[Result]:
