@@ -113,7 +113,7 @@ class HostMemory:
                 return
             try:
                 _make_huge(self.view, offset, length)
-                if self.ref.path is None:  # a file's is; where its file system can't, libc would write zeros: a race
+                if self.ref.path is None:  # a file's is, and where its file system can't, libc writes: a race
                     os.posix_fallocate(self._fd, offset, length)
             except OSError as error:
                 raise _refused(error, self.ref.size_bytes, None) from error
@@ -135,14 +135,17 @@ class HostMemory:
         self.view.release()  # the mapping goes with the last view of it
 
 
-def private_memory(size_bytes: int, name: str) -> memoryview:
-    """Memory of this process's own, such as the pool's; nothing is reserved yet. Raises ``OSError``."""
+def private_memory(size_bytes: int, name: str, *, at_once: bool = False) -> memoryview:
+    """Memory of this process's own, such as the pool's; ``at_once``: in huge pages now. Raises ``OSError``."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         _size(fd, size_bytes)
-        return _map(fd, size_bytes)
+        view = _map(fd, size_bytes)
     finally:
         os.close(fd)
+    if at_once:
+        _make_huge(view, 0, size_bytes)
+    return view
 
 
 def map_memory(ref: PoolRef) -> memoryview:
@@ -178,8 +181,8 @@ def populate(view: memoryview, offset: int, length: int) -> None:
 
     Their content stays. For whoever copies into the pool: the first copy into a page takes some 13 times as long as
     the next one, 6 times where another process has touched it. Any thread; releases the GIL; in the background, as it
-    takes 0.5 s a GiB, or 0.2 s where the pages exist already. Kernels before 5.14 can't, and a
-    sandbox may refuse it: nothing happens.
+    takes 0.5 s a GiB, or 0.2 s where the pages exist already. Kernels before 5.14 can't, and a sandbox may forbid it:
+    nothing happens.
     """
     _make_huge(view, offset, length)
     base = ctypes.c_char.from_buffer(view, offset)  # while this lives the mapping cannot go

@@ -7,7 +7,6 @@ the same one with other parameters. It is never longer than the raw frame: what 
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -18,6 +17,7 @@ from kvstow.codec.container import Kind
 from kvstow.codec.shape import KVShape
 from kvstow.errors import FrameError, UnsupportedError
 from kvstow.frame import RAW, FrameHeader, PayloadChecksum
+from kvstow.hostmem import private_memory
 from kvstow.layout import ALIGN, HEADER_BYTES, ChunkLayout, align_up
 
 _ZEROS: Final = bytes(ALIGN)
@@ -56,7 +56,7 @@ class FrameCoder:
         """This thread's, aligned for direct I/O."""
         buffer: memoryview | None = getattr(self._mine, "buffer", None)
         if buffer is None:
-            buffer = self._mine.buffer = memoryview(mmap.mmap(-1, self._buffer_bytes))
+            buffer = self._mine.buffer = private_memory(self._buffer_bytes, "codec", at_once=True)
         return buffer
 
     def encode(self, sealed: memoryview, integrity_key: bytes | None) -> memoryview:

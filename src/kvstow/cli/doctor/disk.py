@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from kvstow.cli.doctor.mounts import Filesystem, filesystem_of
 from kvstow.cli.doctor.result import Result, failed, ok, warning
-from kvstow.hostmem import PoolError, populate, private_memory
+from kvstow.hostmem import private_memory
 from kvstow.runtime import Clock
 from kvstow.settings import format_size
 from kvstow.store.disk import files, names
@@ -153,9 +153,7 @@ def measure(folder: str, clock: Clock) -> Measured:
         return Measured(direct, links, locks, None, None)
     if direct:
         fcntl.fcntl(fd.number, fcntl.F_SETFL, os.O_DIRECT)
-    piece = private_memory(PIECE_BYTES, "sample")  # such as the pool's
-    with suppress(PoolError):
-        populate(piece, 0, PIECE_BYTES)
+    piece = private_memory(PIECE_BYTES, "sample", at_once=True)
     piece[:] = os.urandom(4096) * (PIECE_BYTES // 4096)
     written, write_s = _sample(os.pwritev, fd.number, [piece], clock, SAMPLE_BYTES)
     began = clock.monotonic()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
 from typing import Final
 
 from kvstow import frame
 from kvstow.errors import FrameError
+from kvstow.hostmem import private_memory
 from kvstow.layout import HEADER_BYTES, align_up
 
 PIECE_BYTES: Final = 4 << 20  # read at once; one buffer a thread
@@ -26,7 +26,7 @@ def frame_check(integrity_key: bytes | None = None) -> Check:
 
     def check(digest: bytes, length: int, read: Read) -> bool:
         if not hasattr(mine, "buffer"):
-            mine.buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))
+            mine.buffer = private_memory(PIECE_BYTES, "check", at_once=True)
         try:
             _check(digest, length, read, mine.buffer, integrity_key)
         except FrameError:
