@@ -281,15 +281,11 @@ def _map(fd: int, size_bytes: int) -> memoryview:
     begin = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     at = align_up(begin, alignment)
     memory = (ctypes.c_char * size_bytes).from_address(at)
-    weakref.finalize(memory, _unmap, begin, room, os.dup(fd)).atexit = False  # a thread may still be copying
+    weakref.finalize(memory, _libc.munmap, begin, room).atexit = False  # a thread may still be copying
+    weakref.finalize(memory, os.close, os.dup(fd)).atexit = False
     _mmap(at, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
     _libc.madvise(at, size_bytes, mmap.MADV_HUGEPAGE)  # a kernel that cannot collapse may have them all the same
     return memoryview(memory).cast("B")
-
-
-def _unmap(begin: int, length: int, fd: int) -> None:
-    _libc.munmap(begin, length)
-    os.close(fd)
 
 
 def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int) -> int:

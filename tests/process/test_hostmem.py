@@ -2,6 +2,8 @@
 
 import ctypes
 import errno
+import gc
+import mmap
 import os
 import re
 import signal
@@ -115,6 +117,10 @@ def mapped(ref: PoolRef, what: str) -> int:
         elif line.startswith(f"{what}:") and f" {ref.inode} " in mapping:
             found += int(line.split()[1]) << 10
     return found
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
 def makes_huge_pages() -> bool:
@@ -350,6 +356,35 @@ def test_a_mapping_begins_where_a_huge_page_may_and_goes_with_its_last_view(wher
     assert Path("/proc/self/maps").read_text().count(inode) == 1
     part.release()
     assert inode not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("step", ["dup", "mmap of a range", "mmap of the memory"])
+def test_memory_that_cannot_be_mapped_leaves_no_range_and_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    memory, as_it_is = HostMemory.anonymous(1 << 30, "test"), hostmem._mmap
+
+    def fails(address: int | None, length: int, protection: int, flags: int, fd: int) -> int:
+        if (fd < 0) == (step == "mmap of a range"):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return as_it_is(address, length, protection, flags, fd)
+
+    if step == "dup":
+        monkeypatch.setattr(os, "dup", fail(errno.EMFILE))
+    else:
+        monkeypatch.setattr(hostmem, "_mmap", fails)
+    for attempt in (
+        lambda: HostMemory.anonymous(1 << 30, "test"), lambda: map_memory(memory.ref),
+        lambda: hostmem.private_memory(1 << 30, "test"),
+    ):  # fmt: skip
+        gc.collect()
+        before = address_space(), set(os.listdir("/proc/self/fd"))
+        with pytest.raises((PoolError, OSError)):
+            attempt()
+        gc.collect()
+        assert address_space() - before[0] < 1 << 29
+        assert set(os.listdir("/proc/self/fd")) == before[1]
+    memory.close()
 
 
 @pytest.mark.parametrize("size", [2 * HUGE, 2 * HUGE - 4096])
