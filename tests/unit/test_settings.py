@@ -564,6 +564,8 @@ def test_unknown_memory_is_not_a_reason_to_refuse() -> None:
 
 MEMINFO = "MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\nHugePages_Total: 0\n"
 MACHINE = HostMemory(16_000_000 << 10, 8_000_000 << 10, "this machine")
+COMMITTED = MEMINFO + "CommitLimit:    9000000 kB\nCommitted_AS:   {} kB\n"
+STRICT = "this machine (vm.overcommit_memory=2)"
 
 
 @pytest.mark.parametrize(
@@ -572,6 +574,14 @@ MACHINE = HostMemory(16_000_000 << 10, 8_000_000 << 10, "this machine")
         ({}, None),
         ({"/proc/meminfo": MEMINFO}, MACHINE),
         ({"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/\n"}, MACHINE),
+        *(
+            ({"/proc/meminfo": COMMITTED.format(used), "/proc/sys/vm/overcommit_memory": f"{mode}\n"}, expected)
+            for used, mode, expected in (
+                (8_500_000, 2, HostMemory(9_000_000 << 10, 500_000 << 10, STRICT)),  # the kernel refuses more
+                (9_500_000, 2, HostMemory(9_000_000 << 10, 0, STRICT)),
+                (8_500_000, 0, MACHINE),
+            )
+        ),
         (  # v2 in a container: the path is the root
             {
                 "/proc/meminfo": MEMINFO,

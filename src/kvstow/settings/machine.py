@@ -64,6 +64,9 @@ def _machine_memory(read: Read) -> Iterator[Memory]:
     fields = _fields((read("/proc/meminfo") or "").replace(":", " "))
     if "MemTotal" in fields and "MemAvailable" in fields:
         yield Memory(fields["MemTotal"] << 10, fields["MemAvailable"] << 10, "this machine")
+    if (read("/proc/sys/vm/overcommit_memory") or "").strip() == "2" and "CommitLimit" in fields:
+        limit, left = fields["CommitLimit"] << 10, (fields["CommitLimit"] - fields["Committed_AS"]) << 10
+        yield Memory(limit, max(0, left), "this machine (vm.overcommit_memory=2)")
 
 
 def _cgroup_memory(read: Read) -> Iterator[Memory]:
