@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvstow.settings import parse, parse_size
-from tests.docs.pages import Block, blocks
+from tests.docs.pages import DOCS, Block, blocks
 
 PAGE = "containers.md"
 YML = [block for block in blocks("yml") if block.page.name == PAGE]
@@ -62,10 +62,28 @@ def test_arguments_are_vllms() -> None:
     [service] = compose["services"].values()
     for arguments in (service["command"], pod()["containers"][0]["args"]):
         [config] = [one.partition("=")[2] for one in arguments if one.startswith("--kv-transfer-config=")]
+        assert not arguments[0].startswith("-"), "vLLM wants the model first, without --model"
         assert json.loads(config) == {"kv_connector": "KVStowConnector", "kv_role": "kv_both"}
     settings = parse(None, service["environment"]).settings
     assert settings.memory.size < bytes_of(service["mem_limit"])
     assert service["volumes"][0].split(":")[1] in settings.disk.paths
+
+
+def test_the_image_has_what_the_examples_set() -> None:
+    text = (DOCS / "how-to" / PAGE).read_text()
+    [tag] = re.findall(r"^docker build -t (\S+) \.$", text, re.MULTILINE)
+    [extras] = re.findall(r"^RUN .* pip install .*'/src/kvstow\[([\w,]+)\]'$", text, re.MULTILINE)
+    assert set(re.findall(r"\bimage: (\S+)", text)) == {tag}
+    for container in pod()["containers"]:
+        settings = settings_of(container)
+        needed = {tier for tier in ("redis", "objects") if getattr(settings, tier).url is not None}
+        assert needed
+        assert needed <= set(extras.split(","))
+
+
+def test_examples_that_may_share_a_directory_agree_on_the_root_of_hashes() -> None:
+    set_in = [block for block in blocks("bash", "yml") if block.page.name == PAGE and "PYTHONHASHSEED" in block.body]
+    assert set_in == []
 
 
 def test_docker_lines_fit_together() -> None:
