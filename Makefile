@@ -18,9 +18,7 @@ demo:  ## a real vLLM answers a repeated prompt from kvstow (minutes the first t
 
 test:  ## all tests, with vLLM 0.32 and the contract subset with vLLM 0.30
 	@$(ENV) contract
-	$(RUN) -m pytest $(ARGS)
-	$(RUN) -m pytest tests/rbln -m "rbln and not slow" -q
-	scripts/contract.sh
+	@scripts/test.sh $(ARGS)
 
 check:  ## ruff, mypy, import contracts, banned names, size budgets
 	@$(ENV) test
