@@ -86,6 +86,8 @@ class EngineProcess:
 def told_once(name: str, tell: Callable[[Path], S]) -> Callable[[], S]:
     """What ``tell`` makes in a folder, told once; also when it fails, which takes as long: then the folder stays."""
 
+    said = False
+
     @functools.cache
     def once() -> S | Exception:
         folder = Path(tempfile.mkdtemp(prefix=f"kvstow-{name}-"))
@@ -100,7 +102,11 @@ def told_once(name: str, tell: Callable[[Path], S]) -> Callable[[], S]:
     def story() -> S:
         told = once()
         if isinstance(told, Exception):
-            pytest.fail("\n".join([repr(told), *told.__notes__]))
+            nonlocal said
+            if not said:
+                said = True
+                raise told
+            pytest.fail(f"{name} failed before: see its first failure; {told.__notes__[-1]}", pytrace=False)
         return told
 
     return story
