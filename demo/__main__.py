@@ -90,7 +90,7 @@ def redis(console: Console) -> Iterator[dict[str, str]]:
     """A server on loopback, stopped at the end, and what kvstow needs to find it."""
     server = RedisServer(REDIS, *REDIS_LIMITS)
     try:
-        with step(console, "Starting a Redis server"):
+        with step(console, "Starting a Redis or Valkey server"):
             server.start()
         yield {"KVSTOW_REDIS_URL": server.url}
     finally:

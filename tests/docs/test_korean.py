@@ -90,7 +90,7 @@ def test_names_and_messages_are_those_of_the_english_pages(page: Path) -> None:
 
 def test_the_table_of_the_readme_has_the_same_figures() -> None:
     def table(page: Path) -> list[list[str]]:
-        return [row[1:] for row in rows(page) if len(row) == 5 and figures(row[1])]
+        return [row[1:] for row in rows(page) if len(row) == 6 and figures(row[1])]
 
     english = [[SAME_TEXT.get(cell, cell) for cell in row] for row in table(README)]
     assert len(english) >= 4
