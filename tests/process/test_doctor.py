@@ -19,10 +19,11 @@ import pytest
 
 from kvstow import build, hostmem
 from kvstow.cli import conflicts, main
-from kvstow.cli.doctor import command, disk, host
+from kvstow.cli.doctor import command, disk, host, stored
 from kvstow.cli.doctor.disk import Measured, check_path
 from kvstow.cli.doctor.remote import check_mooncake, check_objects, check_redis
-from kvstow.cli.doctor.result import Result, Status, failed, ok
+from kvstow.cli.doctor.result import CORRECT, Result, Status, failed, ok, warning
+from kvstow.cli.doctor.stored import check_stored
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
 from kvstow.settings import sources
@@ -85,10 +86,48 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_sample")
-def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "filesystem_of", lambda _: disk.Filesystem(str(tmp_path), "ext4", "/dev/nvme0n1"))
     found = look(tmp_path / "a" / "b")
     assert found["disk path"].found == f"{tmp_path}/a/b: not there yet, {tmp_path} is writable"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_not_mounted_is_not_the_root_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "filesystem_of", lambda _: disk.Filesystem("/", "ext4", "/dev/vda"))
+    found = look(tmp_path / "nvme0" / "kv")
+    assert set(found) == {"disk path"}, "how fast the root disk is says nothing"
+    assert found["disk path"].status is Status.WARNING
+    assert found["disk path"].found.startswith(f"{tmp_path}/nvme0/kv: not there, and {tmp_path} is on the ")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(disk, "measure", refused)
+    assert look(tmp_path / "kv")["disk path"].status is Status.FAILED
+
+
+def refused(*_: object) -> Measured:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_chunks_that_began_elsewhere_are_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "a kv"
+    assert list(check_stored(str(path), "0")) == []
+    roots = {bytes(make_key(1).namespace): "vLLM's default"}
+    store = open_disk(path, describe=lambda namespace: {stored.ROOT: roots[namespace]})
+    store.introduce(bytes(make_key(1).namespace), "vLLM's default")
+    assert list(check_stored(str(path), "0")) == [], "nothing would be missed"
+    assert put(store, make_key(1), 1)
+    assert [result.status for result in check_stored(str(path), None)] == [Status.OK]
+    [result] = check_stored(str(path), "0")
+    assert result.status is Status.WARNING
+    assert "stored with PYTHONHASHSEED unset; with PYTHONHASHSEED=0, as here," in result.found
+    assert result.fix.startswith("unset PYTHONHASHSEED; ")
+    assert result.fix.endswith(f"kvstow disk clear --path '{path}'")
+    namespace_json = next(path.glob("*/namespace.json"))
+    namespace_json.write_text(json.dumps({stored.ROOT: "seed 7"}))
+    [result] = check_stored(str(path), None)
+    assert result.fix.startswith("export PYTHONHASHSEED=7; ")
+    assert [result.status for result in check_stored(str(path), "7")] == [Status.OK]
+    store.close()
 
 
 def test_a_file_in_its_place(tmp_path: Path) -> None:
@@ -290,6 +329,23 @@ def test_people_see_a_table_with_fixes(kvstow: Kvstow, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("fits")
+def test_several_are_counted_in_the_plural(kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.host, "has_unseen", lambda: False)
+    for number, said in ((1, "1 warning\n"), (2, "2 warnings\n")):
+        monkeypatch.setattr(command.host, "check_memory", lambda *_, n=number: [warning("memory", "low", "more")] * n)
+        assert kvstow("doctor")[1].endswith(said)
+
+
+@pytest.mark.usefixtures("fits")
+def test_what_is_set_for_nothing_is_told_of(kvstow: Kvstow) -> None:
+    env = {"KVSTOW_MEMORY_SIZE": "3", "KVSTOW_DISK_SIZE": "1GB"}
+    code, out, _ = kvstow("doctor", "--json", env=env)
+    assert (code, rows(out)["sizes"]["status"], rows(out)["unused"]["status"]) == (0, "warning", "warning")
+    out = kvstow("doctor", "--json", "--lmcache", env={"LMCACHE_MAX_LOCAL_DISK_SIZE": "1"})[1]
+    assert "unused" not in rows(out)
+
+
+@pytest.mark.usefixtures("fits")
 @pytest.mark.parametrize(
     "env", [{"KVSTOW_MEMORY_SISE": "1"}, {"KVSTOW_DISK_PATHS": "/x"}, {"KVSTOW_CONFIG_FILE": "/nowhere.yaml"}]
 )
@@ -298,6 +354,7 @@ def test_wrong_settings_are_a_result(kvstow: Kvstow, env: dict[str, str], monkey
     code, out, _ = kvstow("doctor", "--json", env=env)
     assert code == 1
     assert rows(out)["settings"]["status"] == "failed"
+    assert rows(out)["settings"]["fix"] == CORRECT
     assert rows(out)["vllm"]["status"] == "ok"
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from kvstow.cli.doctor import host, rbln, versions
-from kvstow.cli.doctor.mounts import filesystem_of
+from kvstow.cli.doctor import given, host, rbln, stored, versions
+from kvstow.cli.doctor.mounts import Filesystem, filesystem_of
 from kvstow.cli.doctor.rbln import Ran, check_rds
 from kvstow.cli.doctor.result import Result, Status, bounded, ok
 from kvstow.cli.doctor.versions import Package, check_versions
-from kvstow.settings import Memory, Settings
+from kvstow.settings import Memory, Settings, parse
 from kvstow.settings.machine import Holder, HostFacts
 from kvstow.settings.machine import Memory as Left
+from kvstow.vllm import identity
 
 GOOD = {"vllm": Package("0.32.0", ["torch==2.13.0"]), "torch": Package("2.13.0+cu128")}
 ON_RBLN = {
@@ -141,7 +143,8 @@ def test_looking_imports_nothing() -> None:
     [
         (None, [], False, Status.OK),
         ("0", ["disk"], True, Status.OK),
-        (None, ["disk"], False, Status.WARNING),
+        (None, ["disk"], False, Status.OK),
+        (None, ["disk"], True, Status.FAILED),
         ("random", ["redis"], False, Status.WARNING),
         (None, [], True, Status.FAILED),
     ],
@@ -149,6 +152,12 @@ def test_looking_imports_nothing() -> None:
 def test_hash_seed(seed: str | None, tiers: list[str], on_rbln: bool, status: Status) -> None:
     [result] = host.check_hash_seed(seed, tiers, rbln=on_rbln)
     assert result.status is status
+
+
+def test_the_root_is_called_as_the_connector_calls_it() -> None:
+    assert stored.ROOT == identity.ROOT
+    assert identity._hash_fields("sha256_cbor", None)[identity.ROOT] == stored.DEFAULT
+    assert identity._hash_fields("sha256_cbor", "7")[identity.ROOT] == f"{stored.SEEDED}7"
 
 
 def test_memory_that_fits_and_that_does_not() -> None:
@@ -160,6 +169,51 @@ def test_memory_that_fits_and_that_does_not() -> None:
     assert result.fix.startswith("Set memory.size to less")
     [result] = host.check_memory(Settings(), HostFacts(None))
     assert "not known" in result.found
+
+
+@pytest.mark.parametrize("problem", ["is not a directory", "is not writable"])
+def test_a_pool_dir_that_cannot_be_used_is_not_for_want_of_memory(problem: str) -> None:
+    facts = HostFacts(Left(10**10, 4 * 10**9, "this machine"), pool_dir_problem=problem)
+    [result] = bad(host.check_memory(Settings(memory=Memory(size=10**9, pool_dir="/nope")), facts))
+    assert (result.status, result.found) == (Status.FAILED, f"memory.pool_dir /nope {problem}")
+    assert "leave memory.pool_dir unset" in result.fix
+    assert "memory.size" not in result.fix
+
+
+@pytest.mark.parametrize(("kind", "warned"), [("ext4", True), ("tmpfs", False), ("hugetlbfs", False)])
+def test_a_pool_is_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, warned: bool) -> None:
+    monkeypatch.setattr(host, "filesystem_of", lambda _: Filesystem("/", kind, "/dev/vda"))
+    assert [kind in result.found for result in bad(host.check_pool_dir(str(tmp_path)))] == [True] * warned
+    assert list(host.check_pool_dir(None)) == []
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ({"memory.size": "3"}, ["memory.size is 3B"]),
+        ({"memory.size": "4MB", "disk.paths": "/a", "disk.size": "4MB"}, []),
+        ({"disk.paths": "/a,/b", "disk.size": "7MB"}, ["disk.size is 3.5MB a path"]),
+        ({"disk.size": "3"}, []),
+    ],
+)
+def test_sizes_that_forget_their_unit(given_: dict[str, str], said: list[str]) -> None:
+    found = [result.found.partition(",")[0] for result in bad(given.check_sizes(parse(None, {}, given_).settings))]
+    assert found == said
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ({"disk.size": "1GB", "disk.codec": "raw"}, ["disk.size and disk.codec have no effect: disk.paths is not set"]),
+        ({"redis.tls_ca": "/ca"}, ["redis.tls_ca has no effect: redis.url is not set"]),
+        ({"direct.size": "1GB"}, ["direct.size has no effect: direct.engine is not set"]),
+        ({"direct.path": "/x", "direct.size": "1GB"}, []),
+        ({"disk.paths": "/a", "disk.size": "1GB", "redis.url": "redis://h", "redis.tls_ca": "/ca"}, []),
+        ({"memory.size": "1GB"}, []),
+    ],
+)
+def test_settings_of_tiers_that_are_off(given_: dict[str, str], said: list[str]) -> None:
+    assert [result.found for result in bad(given.check_unused(parse(None, {}, given_).describe()))] == said
 
 
 def test_shared_memory() -> None:
@@ -195,6 +249,18 @@ def test_a_pool_whose_server_was_killed() -> None:
     assert (left.status, left.fix) == (Status.WARNING, "kill 8")
     assert "process 8 holds one of 2GB" in left.found
     assert [r.status for r in host.check_pools([], lambda _: True)] == [Status.OK]
+    assert [r.status for r in host.check_pools([], lambda _: True, unseen=True)] == [Status.UNKNOWN]
+
+
+def test_processes_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pid, command in (("1", b"init\0"), ("2", b"")):
+        (tmp_path / pid / "fd").mkdir(parents=True)
+        (tmp_path / pid / "cmdline").write_bytes(command)
+    denied = {f"{tmp_path}/2/fd"}
+    monkeypatch.setattr(host.os, "access", lambda path, _: path not in denied)
+    assert not host.has_unseen(str(tmp_path)), "the kernel's own count for nothing"
+    denied.add(f"{tmp_path}/1/fd")
+    assert host.has_unseen(str(tmp_path))
 
 
 MOUNTS = """\

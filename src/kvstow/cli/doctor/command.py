@@ -12,8 +12,8 @@ import typer
 
 from kvstow import __version__
 from kvstow.cli.conflicts import conflicts
-from kvstow.cli.doctor import disk, host, rbln, remote, versions
-from kvstow.cli.doctor.result import Check, Result, Status, bounded, failed, ok, unknown, warning
+from kvstow.cli.doctor import disk, given, host, rbln, remote, stored, versions
+from kvstow.cli.doctor.result import CORRECT, Check, Result, Status, bounded, failed, ok, unknown, warning
 from kvstow.cli.output import PIPED_COLUMNS, printable
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
@@ -25,7 +25,6 @@ DISK_S: Final = 20.0
 REMOTE_S: Final = 20.0
 RDS_S: Final = 2 * rbln.COMMAND_S + 5.0
 SETTINGS: Final = "settings"
-MEND: Final = "see `kvstow config`"
 COLOURS: Final = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "red", Status.UNKNOWN: "magenta"}
 
 Planned = tuple[str, float, Check]  # name, the seconds it may take, what to do
@@ -52,8 +51,10 @@ def doctor(
 
     if lmcache and file is not None:
         raise typer.BadParameter("--file is kvstow's own; LMCache's is named by LMCACHE_CONFIG_FILE")
-    settings, results = _settings(lambda: load_lmcache(None, workers=workers) if lmcache else load(file=file))
-    results += [] if lmcache else _unread()
+    effective, results = _settings(lambda: load_lmcache(None, workers=workers) if lmcache else load(file=file))
+    if not lmcache:
+        results += [*(given.check_unused(effective.describe()) if effective else ()), *_unread()]
+    settings = effective.settings if effective else None
     with Console(stderr=True).status("") as shown:  # on a terminal: a check may take its time
         for name, limit_s, check in _plan(settings):
             shown.update(f"checking {escape(printable(name))}, at most {limit_s:g} s")
@@ -68,17 +69,17 @@ def doctor(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _settings(read: Callable[[], Effective]) -> tuple[Settings | None, list[Result]]:
+def _settings(read: Callable[[], Effective]) -> tuple[Effective | None, list[Result]]:
     """The settings; None where they are wrong, and the result says why."""
     try:
         effective = read()
     except SettingsError as error:
-        return None, [failed(SETTINGS, str(error), MEND)]
-    given = [row for row in effective.describe() if row.source != "default"]
-    shown = ", ".join(f"{row.key}={row.shown}" for row in given) or "all are defaults"
-    wrong = [failed(SETTINGS, str(error), MEND) for error in conflicts(effective)]
+        return None, [failed(SETTINGS, str(error), CORRECT)]
+    changed = [row for row in effective.describe() if row.source != "default"]
+    shown = ", ".join(f"{row.key}={row.shown}" for row in changed) or "all are defaults"
+    wrong = [failed(SETTINGS, str(error), CORRECT) for error in conflicts(effective)]
     told = [warning(SETTINGS, note.text, "see docs/how-to/from-lmcache.md") for note in effective.notes if note.warns]
-    return effective.settings, (wrong or [ok(SETTINGS, shown)]) + told
+    return effective, [*(wrong or [ok(SETTINGS, shown)]), *told, *given.check_sizes(effective.settings)]
 
 
 def _unread() -> list[Result]:
@@ -94,7 +95,7 @@ def _plan(settings: Settings | None) -> Iterator[Planned]:
     on_rbln = any(name in found for name in versions.RBLN)
     yield "versions", QUICK_S, partial(versions.check_versions, found)
     if settings is None:
-        yield "the rest", QUICK_S, lambda: [unknown("the rest", "could not check without settings", "mend them first")]
+        yield "the rest", QUICK_S, lambda: [unknown("the rest", "could not check without settings", CORRECT)]
     else:
         yield from _host(settings, on_rbln)
         yield from _disks(settings)
@@ -116,16 +117,19 @@ def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
         yield "memory", QUICK_S, lambda: [ok("memory", "no pool: direct storage takes its place")]
     else:
         yield "memory", QUICK_S, lambda: host.check_memory(settings, host_facts(pool_dir))
+        yield "memory.pool_dir", QUICK_S, lambda: host.check_pool_dir(pool_dir)
         yield host.SHM, QUICK_S, lambda: host.check_shm(pool_dir, host.shm_bytes())
         disks = settings.disk.paths is not None
         yield "huge pages", QUICK_S, lambda: host.check_huge_pages(pool_dir, size, disks=disks)
-    yield "pools", QUICK_S, lambda: host.check_pools(host_facts().holders, host.is_orphan)
+    yield "pools", QUICK_S, lambda: host.check_pools(host_facts().holders, host.is_orphan, unseen=host.has_unseen())
     yield "locked memory", QUICK_S, lambda: host.check_memlock(host.memlock_bytes(), size, registers)
     yield "NUMA", QUICK_S, lambda: host.check_numa(host.numa_nodes())
 
 
 def _disks(settings: Settings) -> Iterator[Planned]:
-    direct = settings.direct
+    direct, seed = settings.direct, variable(host.SEED)
+    for path in settings.disk.paths or ():
+        yield f"chunks in {path}", QUICK_S, partial(stored.check_stored, path, seed)
     used = [(settings.disk.paths, settings.disk.size, settings.disk.min_free, "disk.size")]
     used += [(direct.path, direct.size, 0, "direct.size")] if direct.engine in ("auto", "file") else []
     for paths, size, min_free, setting in used:
@@ -161,4 +165,8 @@ def _show(results: Sequence[Result]) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(table)
     count = {status: sum(result.status is status for result in results) for status in Status}
-    console.print(", ".join(f"{number} {status}" for status, number in count.items() if number))
+    console.print(", ".join(_counted(number, status) for status, number in count.items() if number))
+
+
+def _counted(number: int, status: Status) -> str:
+    return f"{number} {status}{'s' if status is Status.WARNING and number > 1 else ''}"

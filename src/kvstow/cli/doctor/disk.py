@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -54,7 +55,14 @@ def check_path(
     if not os.path.isdir(folder):
         yield failed("disk path", f"{path}: {folder} is no directory", f"set {PATHS[setting]} to a directory")
         return
-    yield from _filesystem(path, filesystem_of(folder))
+    mount = filesystem_of(folder)
+    if folder != path and mount is not None and mount.at == "/":
+        found = f"{path}: not there, and {folder} is on the filesystem at /, which chunks would fill"
+        yield warning("disk path", found, f"mount its disk; if / is meant: mkdir -p {shlex.quote(path)}")
+        if os.access(folder, os.W_OK | os.X_OK):
+            return
+    else:
+        yield from _filesystem(path, mount)
     try:
         measured = measure(folder, clock)
     except OSError as error:

@@ -7,14 +7,14 @@ import os
 import re
 import resource
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 
 import psutil
 
 from kvstow.cli.doctor.mounts import filesystem_of
-from kvstow.cli.doctor.result import Result, failed, ok, warning
+from kvstow.cli.doctor.result import Result, failed, ok, unknown, warning
 from kvstow.errors import SettingsError
 from kvstow.hostmem import HostMemory, PoolError
 from kvstow.settings import Settings, check_host, format_size
@@ -24,6 +24,7 @@ SEED: Final = "PYTHONHASHSEED"
 SHM: Final = "/dev/shm"
 HUGE: Final = "hugetlbfs"
 TMPFS: Final = "tmpfs"
+POOL_DIR: Final = "give a tmpfs or hugetlbfs that vLLM's user may write to, or leave memory.pool_dir unset"
 INIT: Final = 1
 UNLIMITED: Final = (resource.RLIM_INFINITY, -1)
 _SHARED: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -33,22 +34,24 @@ _HUGE_POOLS: Final = "/sys/kernel/mm/hugepages/hugepages-{}kB/free_hugepages"
 
 def check_hash_seed(seed: str | None, tiers: Collection[str], *, rbln: bool) -> Iterator[Result]:
     """``tiers``: those that keep KV after vLLM's process."""
-    fix = f"export {SEED}=0, the same for every instance"
     if seed is not None and seed != "random":
         yield ok(SEED, seed)
     elif rbln:
+        fix = f"export {SEED}=0, the same for every instance"
         yield failed(SEED, "not set to a fixed value: vLLM for RBLN may hash from a random root", fix)
+    elif tiers and seed is not None:
+        yield warning(SEED, "random is no fixed value", f"unset {SEED}, or with xxhash export {SEED}=0 everywhere")
     elif tiers:
-        kept = ", ".join(tiers)
-        yield warning(
-            SEED, f"not set to a fixed value, and {kept} outlives vLLM's process: fine with vLLM's default, "
-            "--prefix-caching-hash-algo sha256; refused at start with xxhash", fix
-        )  # fmt: skip
+        yield ok(SEED, "not set: fine with vLLM's default, --prefix-caching-hash-algo sha256; xxhash needs a fixed one")
     else:
         yield ok(SEED, "not set, and no tier outlives vLLM's process")
 
 
 def check_memory(settings: Settings, facts: HostFacts) -> Iterator[Result]:
+    if facts.pool_dir_problem is not None:
+        found = f"memory.pool_dir {settings.memory.pool_dir} {facts.pool_dir_problem}"
+        yield failed("memory", found, POOL_DIR)
+        return
     try:
         check_host(settings, facts)
     except SettingsError as error:
@@ -61,6 +64,13 @@ def check_memory(settings: Settings, facts: HostFacts) -> Iterator[Result]:
     else:
         left, total = format_size(memory.available_bytes), format_size(memory.total_bytes)
         yield ok("memory", f"memory.size {size} fits: {memory.owner} has {left} left of {total}")
+
+
+def check_pool_dir(pool_dir: str | None) -> Iterator[Result]:
+    mount = filesystem_of(pool_dir) if pool_dir is not None and os.path.isdir(pool_dir) else None
+    if mount is not None and mount.kind not in (TMPFS, HUGE):
+        found = f"memory.pool_dir {pool_dir} is on {mount.kind} ({mount.source}): the kernel writes the pool to it"
+        yield warning("memory.pool_dir", found, POOL_DIR)
 
 
 def check_shm(pool_dir: str | None, total_bytes: int | None) -> Iterator[Result]:
@@ -150,16 +160,35 @@ def makes_huge_pages(pool_dir: str | None = None) -> bool:
         return False
 
 
-def check_pools(holders: Sequence[Holder], orphan: Callable[[int], bool]) -> Iterator[Result]:
-    """Pools that other processes hold: of servers that run, or of engine cores whose server was killed."""
+def check_pools(
+    holders: Sequence[Holder], orphan: Callable[[int], bool], *, unseen: bool = False
+) -> Iterator[Result]:
+    """Pools that other processes hold: of servers that run, or of engine cores whose server was killed. ``unseen``:
+    there are processes that can't be looked at."""
     for holder in holders:
         found = f"process {holder.pid} holds one of {format_size(holder.pool_bytes)}"
         if orphan(holder.pid):
             yield warning("pools", f"{found}, and the server that started it is gone", f"kill {holder.pid}")
         else:
             yield ok("pools", found)
-    if not holders:
+    if unseen:
+        found = "whether other users' processes hold any: they can't be looked at"
+        yield unknown("pools", found, "run this as root to see all")
+    elif not holders:
         yield ok("pools", "none of other processes")
+
+
+def has_unseen(proc: str = "/proc") -> bool:
+    """Whether there are processes, not the kernel's own, whose files this user may not see."""
+    folders = glob.glob(f"{proc}/[0-9]*")
+    return any(not os.access(f"{folder}/fd", os.R_OK | os.X_OK) and _has_command(folder) for folder in folders)
+
+
+def _has_command(folder: str) -> bool:
+    """False for the kernel's own, and for those that have ended meanwhile."""
+    with suppress(OSError):
+        return bool(Path(folder, "cmdline").read_bytes())
+    return False
 
 
 def is_orphan(pid: int) -> bool:

@@ -10,6 +10,7 @@ from kvstow.errors import SettingsError
 from kvstow.runtime import run_within
 
 MAX_FOUND: Final = 400  # characters of what somebody else's message may add
+CORRECT: Final = "correct the setting in the file or variable that it is from, then run this again"
 
 
 class Status(StrEnum):
@@ -55,7 +56,7 @@ def bounded(name: str, check: Check, limit_s: float) -> list[Result]:
         return [failed(name, f"no answer within {limit_s:g} s: it hangs", "see why before vLLM uses it")]
     value, error = ended
     if isinstance(error, SettingsError):  # what is wrong with them is a result already
-        return [unknown(name, "not looked at: its settings are wrong", "mend them first")]
+        return [unknown(name, "not looked at: its settings are wrong", CORRECT)]
     if value is None:
         return [unknown(name, f"could not check: {type(error).__name__}: {error}"[:MAX_FOUND])]
     return value
