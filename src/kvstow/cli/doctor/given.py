@@ -1,0 +1,37 @@
+"""Settings that are allowed and hardly meant: too small for a chunk, or of a tier that is off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvstow.cli.doctor.result import Result, warning
+from kvstow.settings import MIN_CHUNKS, Row, Settings, format_size
+
+LEAST_BYTES: Final = MIN_CHUNKS * 1_000_000  # chunks are hardly ever smaller than 1 MB
+REFUSED: Final = "direct.path"  # without its switch; the others are passed over
+SWITCHES: Final = ("disk.paths", "redis.url", "objects.url", "mooncake.master", "direct.engine")
+
+
+def check_sizes(settings: Settings) -> Iterator[Result]:
+    paths = settings.disk.paths or ()
+    sizes = {
+        "memory.size": None if settings.direct.engine is not None else settings.memory.size,
+        "disk.size": settings.disk.size // len(paths) if paths and settings.disk.size is not None else None,
+    }
+    for setting, size in sizes.items():
+        if size is not None and size < LEAST_BYTES:
+            each = " a path" if len(paths) > 1 and setting == "disk.size" else ""
+            found = f"{setting} is {format_size(size)}{each}, probably less than the {MIN_CHUNKS} chunks without which "
+            yield warning("sizes", f"{found}vLLM does not start", f"give {setting} its unit, as in 20GB")
+
+
+def check_unused(rows: Sequence[Row]) -> Iterator[Result]:
+    """``rows``: every setting."""
+    for off in (row.key for row in rows if row.key in SWITCHES and not row.value):
+        tier = off.partition(".")[0]
+        names = [row.key for row in rows if row.key.startswith(f"{tier}.") and row.source != "default"]
+        if names and REFUSED not in names:
+            has, them = ("has", "it") if len(names) == 1 else ("have", "them")
+            found = f"{' and '.join(names)} {has} no effect: {off} is not set"
+            yield warning("unused", found, f"set {off}, or leave {them} unset")

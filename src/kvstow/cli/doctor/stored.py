@@ -1,0 +1,57 @@
+"""Where the block hashes of the chunks in a directory begin, and where vLLM's would here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Final
+
+from kvstow.cli.doctor.host import SEED
+from kvstow.cli.doctor.result import Result, ok, warning
+from kvstow.store.disk.files import Fd
+from kvstow.store.disk.rivals import MAX_WORD
+from kvstow.store.disk.scan import about, namespaces
+from kvstow.store.disk.scrub import chunks_after
+
+ROOT: Final = "block hash root"  # as the connector calls it in namespace.json
+DEFAULT: Final = "vLLM's default"
+SEEDED: Final = "seed "
+
+
+def check_stored(path: str, seed: str | None) -> Iterator[Result]:
+    """``seed``: PYTHONHASHSEED's value here."""
+    roots: list[str] = []
+    with suppress(OSError):  # that it can't be used is another check's
+        roots = stored_roots(path)
+    own = DEFAULT if seed is None else f"{SEEDED}{seed}"
+    if not roots:
+        return
+    shown = " and ".join(map(_said, roots))
+    if own in roots:
+        yield ok("stored chunks", f"{path}: stored with {shown}, as here" if len(roots) == 1 else f"{path}: {shown}")
+        return
+    found = f"{path}: what is there was stored with {shown}; with {_said(own)}, as here, none of it is found"
+    fix = f"give {SEED} the value that this model's chunks were stored with"
+    if len(roots) == 1:
+        fix = f"unset {SEED}" if roots[0] == DEFAULT else f"export {shlex.quote(_said(roots[0]))}"
+    yield warning(
+        "stored chunks", f"{found}, and vLLM does not start if any is of its model",
+        f"{fix}; or, if it was changed on purpose, remove the chunks: kvstow disk clear --path {shlex.quote(path)}",
+    )  # fmt: skip
+
+
+def stored_roots(path: str) -> list[str]:
+    """Of the namespaces that hold chunks. Raises ``OSError``."""
+    root = Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    found: set[str] = set()
+    for name in namespaces(root):
+        word = about(root, name).get(ROOT)
+        if isinstance(word, str) and next(chunks_after(root, f"{name}/"), "").startswith(name):
+            found.add(word[:MAX_WORD])
+    return sorted(found)
+
+
+def _said(root: str) -> str:
+    return f"{SEED} unset" if root == DEFAULT else f"{SEED}={root.removeprefix(SEEDED)}"
