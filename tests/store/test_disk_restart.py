@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -15,8 +16,10 @@ from kvstow.store.base import REJECTED
 from kvstow.store.disk import ledger, names
 from kvstow.store.disk.index import Found
 from kvstow.store.disk.mount import attach
+from kvstow.store.disk.store import SCAN_EVERY_S
 from kvstow.store.disk.turn import Turns
 from kvstow.store.disk.volume import Volume, VolumeLimits
+from kvstow.testing.manual import ManualClock
 from kvstow.testing.store_suite import make_key, value_of, write_one
 from tests.store.disks import CHUNK, KIB, MIB, disk, file_of, holds, keys_held, on_disk, put, temporaries, tmpfs
 
@@ -35,6 +38,24 @@ def test_j1_everything_stored_is_found_after_a_restart(tmp_path: Path) -> None:
     assert count is not None
     assert [namespace.chunks for namespace in count.namespaces] == [100]
     assert write_one(store, KEYS[3], b"again") is REJECTED
+
+
+def test_what_is_there_is_told_once_of_each_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvstow")
+    clock, paths = ManualClock(), (tmp_path / "a", tmp_path / "b")
+    store = disk(*paths, clock=clock)
+    assert all(put(store, key, i) for i, key in enumerate(KEYS))
+    store.close()
+    assert caplog.messages == []
+    store = disk(*paths, clock=clock, size_bytes=64 * MIB)
+    for _ in range(3):
+        clock.advance(SCAN_EVERY_S)
+        store.tend()
+    for path, message in zip(paths, caplog.messages, strict=True):
+        chunks = len(list(path.rglob("*.kv")))
+        assert message.startswith(f"Disk tier: {path} holds {chunks} chunks (")
+        assert message.endswith("MB), at most 32MiB")
+    store.close()
 
 
 def test_what_the_scan_has_not_reached_is_served_meanwhile(tmp_path: Path) -> None:

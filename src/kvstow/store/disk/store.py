@@ -14,6 +14,7 @@ from typing import Concatenate, Final, Literal, ParamSpec, TypeVar
 from kvstow.errors import KVStowError, StoreUnavailable, UnsupportedError
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock, Executor
+from kvstow.settings import format_size
 from kvstow.store.base import MISSING, REJECTED, Buffer, Outcome
 from kvstow.store.disk.admission import SecondSight
 from kvstow.store.disk.check import Check
@@ -248,7 +249,12 @@ class DiskStore:
         now = self._clock.monotonic()
         if now >= (due.wanted_scan_s if volume.scan_wanted else due.scan_s):
             due.scan_s, due.wanted_scan_s, due.reap_s = now + SCAN_EVERY_S, now + SCAN_AGAIN_S, now + REAP_EVERY_S
-            volume.scan(self._stop, 0.0 if volume.scan_wanted else SCAN_PAUSE_S)
+            count = volume.scan(self._stop, 0.0 if volume.scan_wanted else SCAN_PAUSE_S)
+            if count is not None and not due.told:
+                due.told = True
+                sizes = (format_size(count.bytes), format_size(volume.limits.size_bytes))
+                chunks = sum(namespace.chunks for namespace in count.namespaces)
+                logger.info("Disk tier: %s holds %d chunks (%s), at most %s", volume.path, chunks, *sizes)
         elif now >= due.reap_s:
             due.reap_s = now + REAP_EVERY_S
             volume.reap()
@@ -261,3 +267,4 @@ class _Due:
     scan_s: float = 0.0
     wanted_scan_s: float = 0.0
     reap_s: float = 0.0
+    told: bool = False  # what the first scan found
