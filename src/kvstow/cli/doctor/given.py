@@ -14,16 +14,13 @@ SWITCHES: Final = ("disk.paths", "redis.url", "objects.url", "mooncake.master", 
 
 
 def check_sizes(settings: Settings) -> Iterator[Result]:
-    paths = settings.disk.paths or ()
-    sizes = {
-        "memory.size": None if settings.direct.engine is not None else settings.memory.size,
-        "disk.size": settings.disk.size // len(paths) if paths and settings.disk.size is not None else None,
-    }
+    memory, disk = settings.memory, settings.disk
+    sizes = {"memory.size": memory.size if settings.direct.engine is None else None}
+    sizes["disk.size"] = disk.size if disk.paths else None
     for setting, size in sizes.items():
         if size is not None and size < LEAST_BYTES:
-            each = " a path" if len(paths) > 1 and setting == "disk.size" else ""
-            found = f"{setting} is {format_size(size)}{each}, probably less than the {MIN_CHUNKS} chunks without which "
-            yield warning("sizes", f"{found}vLLM does not start", f"give {setting} its unit, as in 20GB")
+            found = f"{setting} is {format_size(size)}, probably less than the {MIN_CHUNKS} chunks without which vLLM"
+            yield warning("sizes", f"{found} does not start", f"give {setting} its unit, as in 20GB")
 
 
 def check_unused(rows: Sequence[Row]) -> Iterator[Result]:

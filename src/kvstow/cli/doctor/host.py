@@ -7,7 +7,7 @@ import os
 import re
 import resource
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -172,23 +172,15 @@ def check_pools(
         else:
             yield ok("pools", found)
     if unseen:
-        found = "whether other users' processes hold any: they can't be looked at"
-        yield unknown("pools", found, "run this as root to see all")
+        yield unknown("pools", "other users' processes can't be looked at", "run this as root to see all")
     elif not holders:
         yield ok("pools", "none of other processes")
 
 
 def has_unseen(proc: str = "/proc") -> bool:
-    """Whether there are processes, not the kernel's own, whose files this user may not see."""
-    folders = glob.glob(f"{proc}/[0-9]*")
-    return any(not os.access(f"{folder}/fd", os.R_OK | os.X_OK) and _has_command(folder) for folder in folders)
-
-
-def _has_command(folder: str) -> bool:
-    """False for the kernel's own, and for those that have ended meanwhile."""
-    with suppress(OSError):
-        return bool(Path(folder, "cmdline").read_bytes())
-    return False
+    """Whether there are processes whose files this user may not see."""
+    folders = glob.iglob(f"{proc}/[0-9]*")  # of which some end meanwhile
+    return any(not os.access(f"{folder}/fd", os.R_OK | os.X_OK) and os.path.isdir(folder) for folder in folders)
 
 
 def is_orphan(pid: int) -> bool:

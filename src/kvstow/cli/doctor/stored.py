@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Final
 
 from kvstow.cli.doctor.host import SEED
@@ -22,15 +21,12 @@ SEEDED: Final = "seed "
 
 def check_stored(path: str, seed: str | None) -> Iterator[Result]:
     """``seed``: PYTHONHASHSEED's value here."""
-    roots: list[str] = []
-    with suppress(OSError):  # that it can't be used is another check's
-        roots = stored_roots(path)
     own = DEFAULT if seed is None else f"{SEEDED}{seed}"
-    if not roots:
+    if not (roots := stored_roots(path)):
         return
     shown = " and ".join(map(_said, roots))
     if own in roots:
-        yield ok("stored chunks", f"{path}: stored with {shown}, as here" if len(roots) == 1 else f"{path}: {shown}")
+        yield ok("stored chunks", f"{path}: stored with {shown}; here with {_said(own)}")
         return
     found = f"{path}: what is there was stored with {shown}; with {_said(own)}, as here, none of it is found"
     fix = f"give {SEED} the value that this model's chunks were stored with"
@@ -43,9 +39,12 @@ def check_stored(path: str, seed: str | None) -> Iterator[Result]:
 
 
 def stored_roots(path: str) -> list[str]:
-    """Of the namespaces that hold chunks. Raises ``OSError``."""
-    root = Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    """Of the namespaces that hold chunks. None where it can't be opened: that is another check's."""
     found: set[str] = set()
+    try:
+        root = Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    except OSError:
+        return []
     for name in namespaces(root):
         word = about(root, name).get(ROOT)
         if isinstance(word, str) and next(chunks_after(root, f"{name}/"), "").startswith(name):
