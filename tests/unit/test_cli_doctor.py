@@ -221,7 +221,7 @@ def test_settings_of_tiers_that_are_off(given_: dict[str, str], said: list[str])
 def test_shared_memory() -> None:
     assert "does not use it" in next(host.check_shm(None, 64 << 20)).found
     assert "64MiB; the pool is in /dev/shm" in next(host.check_shm("/dev/shm", 64 << 20)).found
-    assert "needs none" in next(host.check_shm(None, None)).found
+    assert "not there; kvstow's pool does not use it" in next(host.check_shm(None, None)).found
 
 
 def test_locked_memory() -> None:

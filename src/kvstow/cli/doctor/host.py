@@ -75,12 +75,9 @@ def check_pool_dir(pool_dir: str | None) -> Iterator[Result]:
 
 def check_shm(pool_dir: str | None, total_bytes: int | None) -> Iterator[Result]:
     """``total_bytes`` of /dev/shm, None: there is none."""
-    if total_bytes is None:
-        yield ok(SHM, "not there; kvstow needs none" if pool_dir is None else f"not there; the pool is in {pool_dir}")
-    elif pool_dir is None:
-        yield ok(SHM, f"{format_size(total_bytes)}; kvstow's pool does not use it (vLLM itself may, between ranks)")
-    else:
-        yield ok(SHM, f"{format_size(total_bytes)}; the pool is in {pool_dir}")
+    pool = "kvstow's pool does not use it (vLLM itself may, between ranks)"
+    shown = "not there" if total_bytes is None else format_size(total_bytes)
+    yield ok(SHM, f"{shown}; {pool if pool_dir is None else f'the pool is in {pool_dir}'}")
 
 
 def shm_bytes() -> int | None:

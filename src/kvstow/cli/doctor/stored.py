@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator
 from typing import Final
 
 from kvstow.cli.doctor.host import SEED
 from kvstow.cli.doctor.result import Result, ok, warning
-from kvstow.store.disk.files import Fd
-from kvstow.store.disk.rivals import MAX_WORD
-from kvstow.store.disk.scan import about, namespaces
-from kvstow.store.disk.scrub import chunks_after
+from kvstow.store.disk.rivals import roots_in
 
 ROOT: Final = "block hash root"  # as the connector calls it in namespace.json
 DEFAULT: Final = "vLLM's default"
@@ -22,7 +18,7 @@ SEEDED: Final = "seed "
 def check_stored(path: str, seed: str | None) -> Iterator[Result]:
     """``seed``: PYTHONHASHSEED's value here."""
     own = DEFAULT if seed is None else f"{SEEDED}{seed}"
-    if not (roots := stored_roots(path)):
+    if not (roots := roots_in(path, ROOT)):
         return
     shown = " and ".join(map(_said, roots))
     if own in roots:
@@ -36,20 +32,6 @@ def check_stored(path: str, seed: str | None) -> Iterator[Result]:
         "stored chunks", f"{found}, and vLLM does not start if any is of its model",
         f"{fix}; or, if it was changed on purpose, remove the chunks: kvstow disk clear --path {shlex.quote(path)}",
     )  # fmt: skip
-
-
-def stored_roots(path: str) -> list[str]:
-    """Of the namespaces that hold chunks. None where it can't be opened: that is another check's."""
-    found: set[str] = set()
-    try:
-        root = Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    except OSError:
-        return []
-    for name in namespaces(root):
-        word = about(root, name).get(ROOT)
-        if isinstance(word, str) and next(chunks_after(root, f"{name}/"), "").startswith(name):
-            found.add(word[:MAX_WORD])
-    return sorted(found)
 
 
 def _said(root: str) -> str:
