@@ -6,23 +6,34 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from kvstow.errors import StoreRefused
+from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.runtime import SystemClock
 from kvstow.store.disk import names
 from kvstow.store.disk.check import Check
-from kvstow.store.disk.mount import Mount, attach, faults, reap
+from kvstow.store.disk.files import Fd
+from kvstow.store.disk.ledger import Ledger, peek
+from kvstow.store.disk.mount import Mount, alive, attach, free_bytes, reap, unit_bytes
 from kvstow.store.disk.quarantine import quarantine, shrink
 from kvstow.store.disk.remove import awaited, remove_chunk, remove_empty_namespace
-from kvstow.store.disk.scan import Count, about, family, namespaces, scan
+from kvstow.store.disk.scan import Count, about, family, list_directory, namespaces, scan
 from kvstow.store.disk.scrub import Verified, chunks_after, verify
+
+_NOT_OURS: Final = {"lost+found"}  # what a new filesystem has
+
+
+class Unused(StoreRefused):
+    """An empty directory: of a tier, perhaps, that has not been started yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """``counted`` by a walk; ``ledger_bytes`` is what the processes think, reservations included."""
+    """``counted`` by a walk; ``ledger_bytes`` is what the processes think, reservations included. ``processes``
+    are those that live."""
 
     path: str
     counted: Count
@@ -31,41 +42,75 @@ class Usage:
     free_bytes: int
 
 
-class DataDirectory:
-    """One data directory. It takes part as a process does, so nothing it does upsets a server's count."""
+class View:
+    """One data directory, only looked at: nothing in it is made or changed."""
 
     def __init__(self, path: str) -> None:
-        """Raises ``StoreRefused`` for a directory that no disk tier has used: none is made."""
-        if not os.path.isfile(os.path.join(path, names.LEDGER)):
-            raise StoreRefused(f"{path} holds no kvstow chunks: it has no {names.LEDGER} file")
+        """Raises ``StoreRefused`` for a directory that no disk tier has used, ``Unused`` for an empty one."""
         self.path = path
-        with faults(f"opening {path}"):
-            self._mount: Mount = attach(path)
+        with _faults("opening", path, "read"):
+            self._check()
+            self.root = Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            peek(self.root)  # what can't be read is said now, and not of some file below
+            self.ledger = Ledger(self.root, b"", unit_bytes(self.root))
 
-    def close(self) -> None:
-        self._mount.detach()
+    def _check(self) -> None:
+        try:
+            listing = set(os.listdir(self.path))
+        except FileNotFoundError as error:
+            raise StoreRefused(f"{self.path} holds no kvstow chunks: there is no such directory") from error
+        except NotADirectoryError as error:
+            raise StoreRefused(f"{self.path} holds no kvstow chunks: it is not a directory") from error
+        if listing <= _NOT_OURS:
+            raise Unused(f"{self.path}: nothing is stored there yet")
+        if names.LEDGER not in listing:
+            raise StoreRefused(f"{self.path} holds no kvstow chunks: it has no {names.LEDGER} file")
 
     def usage(self) -> Usage:
-        """Count everything; the ledger is brought in line with it."""
-        with faults(f"counting {self.path}"):
-            ledger = self._mount.ledger
-            before = ledger.look()
-            count = scan(self._mount.root, ledger, lambda _, __: None, stop=threading.Event())
+        """Count everything."""
+        with _faults("counting", self.path, "read"):
+            count = scan(self.root, self.ledger, lambda _, __: None, stop=threading.Event())
             assert count is not None, "nobody stopped it"
-            book = ledger.reconcile(before, count.bytes)
-            return Usage(self.path, count, book.used_bytes, len(book.reserved) - 1, self._mount.free_bytes())
+            book = peek(self.root)
+            processes = sum(alive(self.root, token.hex()) for token in book.reserved) if book else 0
+            return Usage(self.path, count, book.used_bytes if book else None, processes, free_bytes(self.root))
 
     def about(self, namespace: str) -> Mapping[str, Any]:
         """What ``namespace.json`` says; empty where it can't be read."""
-        return about(self._mount.root, namespace)
+        return about(self.root, namespace)
 
     def family(self, namespace: str) -> str:
         """The namespace that it is inside of, or itself."""
         return family(namespace, self.about(namespace))
 
+    def namespaces(self) -> list[str]:
+        return namespaces(self.root)
+
+
+class DataDirectory(View):
+    """One data directory. It takes part as a process does, so nothing it does upsets a server's count."""
+
+    def __init__(self, path: str) -> None:
+        """Raises what ``View`` does: no directory is made."""
+        super().__init__(path)
+        with _faults("opening", path, "written"):
+            self._mount: Mount = attach(path)
+        self.root, self.ledger = self._mount.root, self._mount.ledger
+
+    def close(self) -> None:
+        self._mount.detach()
+
+    def usage(self) -> Usage:
+        """Count everything, this process too; the ledger is brought in line with it after that."""
+        with _faults("counting", self.path, "read"):
+            before = self.ledger.look()
+            usage = super().usage()
+            self.ledger.reconcile(before, usage.counted.bytes)
+            return usage
+
     def verify(self, check: Check, *, set_aside: bool) -> Iterator[Verified]:
         """Every chunk, checked. Bad ones are moved to the quarantine if asked for."""
-        with faults(f"verifying {self.path}"):
+        with _faults("verifying", self.path, "read"):
             for path in chunks_after(self._mount.root, ""):
                 result = verify(self._mount, path, check)
                 if result is None:
@@ -93,18 +138,41 @@ class DataDirectory:
             self._mount.ledger.remove(size, epoch)
             freed += size
 
-        with faults(f"removing chunks in {self.path}"):
+        with _faults("removing chunks in", self.path, "written"):
             count = scan(self._mount.root, self._mount.ledger, found, stop=threading.Event())
             for name in (one.name for one in (count.namespaces if count else [])):
                 if chosen(name, math.inf) or not awaited(self._mount, name, SystemClock().wall()):
                     remove_empty_namespace(self._mount, name)
         return removed, freed
 
-    def tidy(self) -> int:
-        """Clear up after dead processes and empty the quarantine. Returns the bytes freed of the latter."""
-        with faults(f"clearing up {self.path}"):
+    def tidy(self) -> tuple[int, int]:
+        """Clear up after dead processes and empty the quarantine. Returns how many files the latter lost, and bytes."""
+        with _faults("clearing up", self.path, "written"):
             reap(self._mount)
-            return shrink(self._mount, 0, 0)
+            held = self._quarantined()
+            freed = shrink(self._mount, 0, 0)
+            return len(held - self._quarantined()), freed
 
-    def namespaces(self) -> list[str]:
-        return namespaces(self._mount.root)
+    def _quarantined(self) -> set[str]:
+        return {entry.name for entry in list_directory(self.root, names.QUARANTINE) if names.is_quarantined(entry.name)}
+
+
+@contextmanager
+def _faults(doing: str, path: str, access: str) -> Iterator[None]:
+    """What the filesystem refuses, in words; where it is a matter of permission, with whose."""
+    try:
+        yield
+    except PermissionError as error:
+        how = f"run this as the user that vLLM runs as (owner: {_owner(path)})"
+        raise StoreUnavailable(f"{path} can't be {access}: {error.strerror}: {how}") from error
+    except OSError as error:
+        raise StoreUnavailable(f"{doing} {path}: {error}") from error
+
+
+def _owner(path: str) -> str:
+    try:
+        return Path(path).owner()
+    except KeyError:
+        return f"user {os.stat(path).st_uid}"
+    except OSError:
+        return "unknown"

@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
-from kvstow.cli.data_directory import DataDirectory, Usage
-from kvstow.cli.output import PIPED_COLUMNS
-from kvstow.errors import SettingsError, StoreRefused
+from kvstow.cli.data_directory import DataDirectory, Unused, Usage, View
+from kvstow.cli.output import PIPED_COLUMNS, measured, printable
+from kvstow.errors import SettingsError, StoreError
 from kvstow.runtime import SystemClock
-from kvstow.settings import format_size, load
+from kvstow.settings import load
 from kvstow.store.disk import frame_check
 from kvstow.store.disk.scan import Namespace
 
 EXIT_BAD: Final = 1
 SHOWN_DIGITS: Final = 16  # of a namespace
 DAY_S: Final = 86_400
+_DIGEST: Final = re.compile(r"^(?:revision )?([0-9a-f]{8})[0-9a-f]{24,}(?: of (\S+)| \(.*)$")  # of weights
+
+T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, help="What the disk tier's directories hold. Safe beside a running server.")
 
@@ -38,21 +42,17 @@ NamespaceOption = Annotated[str | None, typer.Option(help="Only this namespace: 
 def ls(path: PathOption = None, as_json: JsonOption = False) -> None:
     """Namespaces: which model, how many chunks, how many bytes, last used when."""
     now = SystemClock().wall()
-    rows: list[dict[str, Any]] = []
-    with _directories(path) as directories:
-        for directory in directories:
-            rows += [_namespace_row(directory, found, now) for found in directory.usage().counted.namespaces]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    _table(
-        ("namespace", "model", "chunks", "size", "last used", "oldest", "in"),
+    looked, code = _each(path, View.usage)
+    rows = [_namespace_row(view, one, now) for view, usage in looked for one in usage.counted.namespaces]
+    _show(
+        rows if as_json else None,
+        ("namespace", "model", "chunks", "size", "last used", "longest unused", "in"),
         [
             (
                 row["namespace"][:SHOWN_DIGITS],
                 row["model"],
                 row["chunks"],
-                format_size(row["bytes"]),
+                measured(row["bytes"]),
                 _age(row["newest_age_s"]),
                 _age(row["oldest_age_s"]),
                 row["path"],
@@ -60,31 +60,30 @@ def ls(path: PathOption = None, as_json: JsonOption = False) -> None:
             for row in rows
         ],
     )
+    raise typer.Exit(code)
 
 
 @app.command()
 def du(path: PathOption = None, as_json: JsonOption = False) -> None:
     """Bytes in each directory, counted now, and what the processes that share it have reserved."""
-    with _directories(path) as directories:
-        usages = [directory.usage() for directory in directories]
-    if as_json:
-        print(json.dumps([_usage_row(usage) for usage in usages], indent=2))
-        return
-    _table(
+    looked, code = _each(path, View.usage)
+    _show(
+        [_usage_row(usage) for _, usage in looked] if as_json else None,
         ("in", "used", "chunks", "quarantine", "with reservations", "processes", "left on the disk"),
         [
             (
                 usage.path,
-                format_size(usage.counted.bytes),
+                measured(usage.counted.bytes),
                 sum(namespace.chunks for namespace in usage.counted.namespaces),
                 usage.counted.quarantined,
-                format_size(usage.ledger_bytes or 0),
+                "unknown" if usage.ledger_bytes is None else measured(usage.ledger_bytes),
                 usage.processes,
-                format_size(usage.free_bytes),
+                measured(usage.free_bytes),
             )
-            for usage in usages
+            for _, usage in looked
         ],
     )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -132,13 +131,18 @@ def gc(
     now = SystemClock().wall()
     rows = []
     with _directories(path) as directories:
-        if older_than_days is not None:
-            _confirm(f"Remove chunks not used for {older_than_days:g} days in {_names(directories)}?", yes)
+        going = []
+        if files := sum(directory.usage().counted.quarantined for directory in directories):
+            going.append(f"{files} quarantined files")
+        if older_than_days is not None and directories:
+            going.append(f"the chunks not used for {older_than_days:g} days")
+        if going:
+            _confirm(f"Remove {' and '.join(going)} in {_names(directories)}?", yes)
         oldest_s = -math.inf if older_than_days is None else now - older_than_days * DAY_S
         for directory in directories:
-            freed = directory.tidy()
+            files, freed = directory.tidy()
             chunks, size = directory.remove(lambda _, used_s: used_s < oldest_s)
-            rows.append({"path": directory.path, "chunks": chunks, "bytes": freed + size})
+            rows.append({"path": directory.path, "chunks": chunks, "quarantined": files, "bytes": freed + size})
     _removed(rows, as_json)
 
 
@@ -147,28 +151,28 @@ def clear(
     path: PathOption = None, namespace: NamespaceOption = None, yes: YesOption = False, as_json: JsonOption = False
 ) -> None:
     """Remove all chunks, or those of one namespace, its adapters and resets."""
+    if namespace == "":
+        raise SettingsError("--namespace is empty: give the first digits of one, or leave it out to remove all chunks")
     rows = []
     with _directories(path) as directories:
-        if namespace is not None:
-            _one_namespace(directories, namespace)
-        what = "all chunks" if namespace is None else f"the chunks of namespace {namespace}"
-        _confirm(f"Remove {what} in {_names(directories)}?", yes)
+        one, what = None, "all chunks"
+        if namespace is not None and directories:
+            one = _one_namespace(directories, namespace)
+            what = f"the chunks of namespace {one[:SHOWN_DIGITS]}"
+        _confirm(f"Remove {what} in {_names(directories)}?", yes or not directories)
         for directory in directories:
-            chunks, size = directory.remove(_inside(directory, namespace or ""))
+            chunks, size = directory.remove(_inside(directory, one))
             rows.append({"path": directory.path, "chunks": chunks, "bytes": size})
     _removed(rows, as_json)
 
 
 def namespaces(path: PathOption = None, as_json: JsonOption = False) -> None:
     """What differs between the namespaces on disk: why KV of one is never used for another."""
-    known: dict[str, dict[str, Any]] = {}
-    with _directories(path) as directories:
-        for directory in directories:
-            for name in directory.namespaces():
-                known.setdefault(name, dict(directory.about(name)))
+    looked, code = _each(path, View.namespaces)
+    known = {name: dict(view.about(name)) for view, found in reversed(looked) for name in found}
     if as_json:
         print(json.dumps(known, indent=2))
-        return
+        raise typer.Exit(code)
     fields = sorted({field for about in known.values() for field in about} - {"namespace", "created"})
     differing = [field for field in fields if len({str(about.get(field)) for about in known.values()}) > 1]
     if len(known) < 2 or not differing:
@@ -177,54 +181,97 @@ def namespaces(path: PathOption = None, as_json: JsonOption = False) -> None:
         print(name[:SHOWN_DIGITS])
         for field in differing:
             print(f"  {field}: {about.get(field, '-')}")
+    raise typer.Exit(code)
+
+
+def _paths(path: Sequence[str] | None) -> list[str]:
+    """Each directory once."""
+    paths = path or load().settings.disk.paths
+    if not paths:
+        raise SettingsError("no directory: give --path, or set disk.paths")
+    if "" in paths:
+        raise SettingsError("--path is empty: give a directory; without --path those of disk.paths are meant")
+    return list({os.path.realpath(one): one for one in paths}.values())
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr)
 
 
 @contextmanager
 def _directories(path: Sequence[str] | None) -> Iterator[list[DataDirectory]]:
-    """Open for the block."""
-    paths = path or load().settings.disk.paths
-    if not paths:
-        raise SettingsError("no directory: give --path, or set disk.paths")
-    for one in paths:
-        if not os.path.isdir(one):
-            raise StoreRefused(f"{one} holds no kvstow chunks: there is no such directory")
+    """Open for the block: all, or none and an error. Empty ones are left out, and left alone."""
     with ExitStack() as stack:
-        yield [stack.enter_context(closing(DataDirectory(one))) for one in paths]
+        opened = []
+        for one in _paths(path):
+            try:
+                opened.append(stack.enter_context(closing(DataDirectory(one))))
+            except Unused as error:
+                _say(str(error))
+        yield opened
 
 
-def _inside(directory: DataDirectory, prefix: str) -> Callable[[str, float], bool]:
-    """What chooses the namespaces that begin so, and those inside them."""
-    pairs = [(name, directory.family(name)) for name in directory.namespaces()]
-    chosen = {name for name, family in pairs if name.startswith(prefix) or family.startswith(prefix)}
+def _each(path: Sequence[str] | None, look: Callable[[View], T]) -> tuple[list[tuple[View, T]], int]:
+    """What is found in each directory, and the exit code: not 0 if one, which is named, can't be looked at."""
+    looked, code = [], 0
+    for one in _paths(path):
+        try:
+            view = View(one)
+            looked.append((view, look(view)))
+        except Unused as error:
+            _say(str(error))
+        except StoreError as error:
+            _say(f"kvstow: {error}")
+            code = EXIT_BAD
+    return looked, code
+
+
+def _inside(directory: DataDirectory, one: str | None) -> Callable[[str, float], bool]:
+    """What chooses a namespace and those inside it; None: all."""
+    chosen = {name for name in directory.namespaces() if one in (None, name, directory.family(name))}
     return lambda name, _: name in chosen
 
 
-def _one_namespace(directories: Sequence[DataDirectory], prefix: str) -> None:
+def _one_namespace(directories: Sequence[DataDirectory], prefix: str) -> str:
     known = {(name, directory.family(name)) for directory in directories for name in directory.namespaces()}
-    matching = {name for pair in known for name in pair if name.startswith(prefix)}
-    if len(matching) != 1:
-        found = "no namespace" if not matching else f"{len(matching)} namespaces"
-        raise SettingsError(f"{found} starts with {prefix!r}: see `kvstow disk ls`")
+    matching = sorted({name for pair in known for name in pair if name.startswith(prefix)})
+    if not matching:
+        raise SettingsError(f"no namespace starts with {prefix!r}: see `kvstow disk ls`")
+    if len(matching) > 1:
+        found = ", ".join(name[: max(SHOWN_DIGITS, len(prefix) + 1)] for name in matching)
+        raise SettingsError(f"{len(matching)} namespaces start with {prefix!r}: {found}. Give more digits of one")
+    return matching[0]
 
 
 def _confirm(question: str, yes: bool) -> None:
-    if not yes and not (sys.stdin.isatty() and typer.confirm(question)):
-        raise SettingsError(f"{question} Not done: answer yes, or give --yes")
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise SettingsError(f"{question} Not done: to be asked needs a terminal; without one give --yes")
+    print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)  # standard output is for what was asked for
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        _say("Not done.")
+        raise typer.Exit(EXIT_BAD)
 
 
-def _names(directories: Sequence[DataDirectory]) -> str:
+def _names(directories: Sequence[View]) -> str:
     return ", ".join(directory.path for directory in directories)
 
 
-def _model(about: Any) -> str:
-    return str(about.get("model", about.get("weights", "?")))
+def _model(about: Mapping[str, Any]) -> str:
+    """Its architecture, and what its weights are known by: a digest or revision, its first digits, or a name."""
+    architecture = re.search(r'"architectures":\["(\w+)"', str(about.get("model config")))
+    weights = _DIGEST.sub(r"\2 \1", str(about.get("weights", "?")))
+    return str(about.get("model") or " ".join([*(architecture.groups() if architecture else ()), *weights.split()]))
 
 
-def _namespace_row(directory: DataDirectory, found: Namespace, now: float) -> dict[str, Any]:
+def _namespace_row(directory: View, found: Namespace, now: float) -> dict[str, Any]:
+    about = directory.about(found.name)
     return {
         "path": directory.path,
         "namespace": found.name,
-        "model": _model(directory.about(found.name)),
+        "model": _model(about),
+        "weights": about.get("weights"),
         "chunks": found.chunks,
         "bytes": found.bytes,
         "oldest_age_s": round(now - found.oldest_s) if found.chunks else None,
@@ -251,7 +298,8 @@ def _removed(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
-        print(f"{row['path']}: {row['chunks']} chunks removed, {format_size(row['bytes'])} freed")
+        files = f"{row['quarantined']} quarantined files removed, " if row.get("quarantined") else ""
+        print(f"{row['path']}: {row['chunks']} chunks removed, {files}{measured(row['bytes'])} freed")
 
 
 def _age(seconds: float | None) -> str:
@@ -274,7 +322,14 @@ def _progress(what: str, total: int, *, quiet: bool) -> Iterator[Any]:
         yield lambda: progress.advance(task)
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def _show(as_json: Sequence[object] | None, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """``as_json`` if given, else a table."""
+    if as_json is not None:
+        print(json.dumps(as_json, indent=2))
+        return
+    if not rows:
+        _say("nothing to show")
+        return
     from rich.console import Console
     from rich.table import Table
 

@@ -15,6 +15,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def measured(size: int) -> str:
+    """Bytes that were counted, in decimal units: ``133.1MB``. (Settings are shown in the unit that divides them.)"""
+    for power, letter in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "k")):
+        if size >= 1000**power:
+            return f"{size / 1000**power:.4g}{letter}B"
+    return f"{size}B"
+
+
 def lenient() -> None:
     """What the output's encoding doesn't have is replaced; closed output is as ``/dev/null``."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115

@@ -91,6 +91,12 @@ class Book:
         return cls(id_, None if published == _UNKNOWN else published, added, removed, dict(slots), epoch)
 
 
+def peek(root: Fd) -> Book | None:
+    """The page as it is, read without its lock; None: it is not whole. Raises ``OSError``."""
+    file = Fd(os.open(LEDGER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number))
+    return Book.unpack(os.pread(file.number, PAGE_BYTES, 0))
+
+
 class LedgerGone(StoreUnavailable):
     """The file was removed, or replaced, under us: attach again."""
 

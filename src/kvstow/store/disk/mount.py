@@ -22,7 +22,7 @@ from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.layout import ALIGN
 from kvstow.store.disk import names
 from kvstow.store.disk.files import CREATE_FLAGS, Fd, direct_works
-from kvstow.store.disk.ledger import Book, Ledger
+from kvstow.store.disk.ledger import Book, Ledger, peek
 
 MAX_UNIT_BYTES: Final = 1 << 20  # filesystems that report more as their block size still allocate less
 MAX_ATTEMPTS: Final = 20  # to make a lock file while others take it for a dead process's
@@ -74,9 +74,7 @@ class Mount:
         return sum(_mkdir(self.root, "/".join(parts[: i + 1])) for i in range(len(parts)))
 
     def free_bytes(self) -> int:
-        """What the filesystem has left for us."""
-        room = os.fstatvfs(self.root.number)
-        return room.f_bavail * room.f_frsize
+        return free_bytes(self.root)
 
     def probe(self, room_bytes: int) -> None:
         """Write, read and publish something, and take room for a file. Raises ``OSError`` where that does not work."""
@@ -120,6 +118,12 @@ def attach(path: str, *, direct: bool = True, again: Mount | None = None) -> Mou
     return mount
 
 
+def free_bytes(root: Fd) -> int:
+    """What the filesystem has left for us."""
+    room = os.fstatvfs(root.number)
+    return room.f_bavail * room.f_frsize
+
+
 def reap(mount: Mount) -> bool:
     """Take over the reservations of processes that are dead, and remove their temporary files. True: there were any."""
     root = mount.root
@@ -128,7 +132,7 @@ def reap(mount: Mount) -> bool:
         slots = {token.hex() for token in book.reserved}
         temporaries = [(token, name) for name in _list(root, names.TMP) if (token := names.owner_of_temporary(name))]
         tokens = locks | slots | {token for token, _ in temporaries}
-        dead = {token for token in tokens - {mount.token} if not _alive(root, token)}
+        dead = {token for token in tokens - {mount.token} if not alive(root, token)}
         for token, name in temporaries:
             if token in dead:
                 _unlink(root, f"{names.TMP}/{name}")
@@ -157,7 +161,8 @@ def _take_lock(root: Fd, token: str) -> Fd:
     raise StoreUnavailable("the lock file is removed again and again")
 
 
-def _alive(root: Fd, token: str) -> bool:
+def alive(root: Fd, token: str) -> bool:
+    """Whether the process of a token lives."""
     try:
         return try_lock(root, names.lock_path(token)) is None
     except FileNotFoundError:
@@ -182,8 +187,13 @@ def try_lock(root: Fd, path: str, flags: int = 0) -> Fd | None:
     return None
 
 
+def unit_bytes(root: Fd) -> int:
+    """What a file's size is rounded up to on this filesystem."""
+    return max(ALIGN, min(MAX_UNIT_BYTES, os.fstatvfs(root.number).f_frsize)) // ALIGN * ALIGN
+
+
 def _join(root: Fd, token: bytes) -> tuple[Ledger, Book]:
-    unit = max(ALIGN, min(MAX_UNIT_BYTES, os.fstatvfs(root.number).f_frsize)) // ALIGN * ALIGN
+    unit = unit_bytes(root)
 
     def fresh() -> Book:
         """Of a directory without chunks it is known what is there."""
@@ -219,8 +229,7 @@ def _probe(root: Fd, name: str, direct: bool, room_bytes: int = 0) -> tuple[int,
 
 def _has_ledger(root: Fd, id_: bytes) -> bool:
     with suppress(OSError):
-        fd = Fd(os.open(names.LEDGER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number))
-        book = Book.unpack(os.pread(fd.number, ALIGN, 0))
+        book = peek(root)
         return book is not None and book.id == id_
     return False
 
