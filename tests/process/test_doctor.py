@@ -333,7 +333,7 @@ def test_several_are_counted_in_the_plural(kvstow: Kvstow, monkeypatch: pytest.M
     monkeypatch.setattr(command.host, "has_unseen", lambda: False)
     for number, said in ((1, "1 warning\n"), (2, "2 warnings\n")):
         monkeypatch.setattr(command.host, "check_memory", lambda *_, n=number: [warning("memory", "low", "more")] * n)
-        assert kvstow("doctor")[1].endswith(said)
+        assert kvstow("doctor")[1].endswith(f" ok, {said}")
 
 
 @pytest.mark.usefixtures("fits")
