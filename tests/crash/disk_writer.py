@@ -50,7 +50,7 @@ def operate(path: str, seed: int) -> None:
             directory = DataDirectory(path)
             directory.usage()
             directory.remove(lambda _, used_s: rng.random() < 0.2)
-            directory.tidy()
+            directory.tidy(empty=True)
             directory.close()
         except (StoreUnavailable, StoreRefused):  # the ledger is gone
             continue

@@ -53,8 +53,8 @@ def test_what_is_there_is_told_once_of_each_directory(tmp_path: Path, caplog: py
         store.tend()
     for path, message in zip(paths, caplog.messages, strict=True):
         chunks = len(list(path.rglob("*.kv")))
-        assert message.startswith(f"Disk tier: {path} holds {chunks} chunks (")
-        assert message.endswith("MB), at most 32MiB")
+        assert message.startswith(f"Disk tier: {path} held {chunks} chunks (")
+        assert message.endswith("MB) at the start, at most 32MiB")
     store.close()
 
 

@@ -62,7 +62,7 @@ class View:
         except NotADirectoryError as error:
             raise StoreRefused(f"{self.path} holds no kvstow chunks: it is not a directory") from error
         if listing <= _NOT_OURS:
-            raise Unused(f"{self.path}: nothing is stored there yet")
+            raise Unused(f"{self.path}: nothing is stored there yet (if that is a mount point: is its disk mounted?)")
         if names.LEDGER not in listing:
             raise StoreRefused(f"{self.path} holds no kvstow chunks: it has no {names.LEDGER} file")
 
@@ -84,7 +84,8 @@ class View:
         return family(namespace, self.about(namespace))
 
     def namespaces(self) -> list[str]:
-        return namespaces(self.root)
+        with _faults("listing", self.path, "read"):
+            return namespaces(self.root)
 
 
 class DataDirectory(View):
@@ -145,12 +146,12 @@ class DataDirectory(View):
                     remove_empty_namespace(self._mount, name)
         return removed, freed
 
-    def tidy(self) -> tuple[int, int]:
-        """Clear up after dead processes and empty the quarantine. Returns how many files the latter lost, and bytes."""
+    def tidy(self, empty: bool) -> tuple[int, int]:
+        """Clear up after dead processes; ``empty`` the quarantine. Returns how many files that lost, and bytes."""
         with _faults("clearing up", self.path, "written"):
             reap(self._mount)
             held = self._quarantined()
-            freed = shrink(self._mount, 0, 0)
+            freed = shrink(self._mount, 0, 0) if empty else 0
             return len(held - self._quarantined()), freed
 
     def _quarantined(self) -> set[str]:

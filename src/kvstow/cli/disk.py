@@ -132,15 +132,19 @@ def gc(
     rows = []
     with _directories(path) as directories:
         going = []
-        if files := sum(directory.usage().counted.quarantined for directory in directories):
+        files = sum(directory.usage().counted.quarantined for directory in directories)
+        empty = yes or _terminal()
+        if files and empty:
             going.append(f"{files} quarantined files")
+        elif files:
+            _say(f"{files} quarantined files are left: to remove them without a terminal give --yes")
         if older_than_days is not None and directories:
             going.append(f"the chunks not used for {older_than_days:g} days")
         if going:
             _confirm(f"Remove {' and '.join(going)} in {_names(directories)}?", yes)
         oldest_s = -math.inf if older_than_days is None else now - older_than_days * DAY_S
         for directory in directories:
-            files, freed = directory.tidy()
+            files, freed = directory.tidy(empty)
             chunks, size = directory.remove(lambda _, used_s: used_s < oldest_s)
             rows.append({"path": directory.path, "chunks": chunks, "quarantined": files, "bytes": freed + size})
     _removed(rows, as_json)
@@ -243,10 +247,14 @@ def _one_namespace(directories: Sequence[DataDirectory], prefix: str) -> str:
     return matching[0]
 
 
+def _terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
-    if not sys.stdin.isatty():
+    if not _terminal():
         raise SettingsError(f"{question} Not done: to be asked needs a terminal; without one give --yes")
     print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)  # standard output is for what was asked for
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -338,4 +346,4 @@ def _show(as_json: Sequence[object] | None, headings: Sequence[str], rows: Seque
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(table)
+    Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS, markup=False).print(table)

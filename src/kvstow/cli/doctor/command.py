@@ -53,7 +53,7 @@ def doctor(
         raise typer.BadParameter("--file is kvstow's own; LMCache's is named by LMCACHE_CONFIG_FILE")
     effective, results = _settings(lambda: load_lmcache(None, workers=workers) if lmcache else load(file=file))
     if not lmcache:
-        results += [*(given.check_unused(effective.describe()) if effective else ()), *_unread()]
+        results += [*(given.check(effective.settings, effective.describe()) if effective else ()), *_unread()]
     settings = effective.settings if effective else None
     with Console(stderr=True).status("") as shown:  # on a terminal: a check may take its time
         for name, limit_s, check in _plan(settings):
@@ -79,7 +79,7 @@ def _settings(read: Callable[[], Effective]) -> tuple[Effective | None, list[Res
     shown = ", ".join(f"{row.key}={row.shown}" for row in changed) or "all are defaults"
     wrong = [failed(SETTINGS, str(error), CORRECT) for error in conflicts(effective)]
     told = [warning(SETTINGS, note.text, "see docs/how-to/from-lmcache.md") for note in effective.notes if note.warns]
-    return effective, [*(wrong or [ok(SETTINGS, shown)]), *told, *given.check_sizes(effective.settings)]
+    return effective, [*(wrong or [ok(SETTINGS, shown)]), *told]
 
 
 def _unread() -> list[Result]:

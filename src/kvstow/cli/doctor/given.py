@@ -13,6 +13,12 @@ REFUSED: Final = "direct.path"  # without its switch; the others are passed over
 SWITCHES: Final = ("disk.paths", "redis.url", "objects.url", "mooncake.master", "direct.engine")
 
 
+def check(settings: Settings, rows: Sequence[Row]) -> Iterator[Result]:
+    """``rows``: every setting."""
+    yield from check_sizes(settings)
+    yield from check_unused(rows)
+
+
 def check_sizes(settings: Settings) -> Iterator[Result]:
     memory, disk = settings.memory, settings.disk
     sizes = {"memory.size": memory.size if settings.direct.engine is None else None}
@@ -24,11 +30,10 @@ def check_sizes(settings: Settings) -> Iterator[Result]:
 
 
 def check_unused(rows: Sequence[Row]) -> Iterator[Result]:
-    """``rows``: every setting."""
     for off in (row.key for row in rows if row.key in SWITCHES and not row.value):
         tier = off.partition(".")[0]
         names = [row.key for row in rows if row.key.startswith(f"{tier}.") and row.source != "default"]
         if names and REFUSED not in names:
             has, them = ("has", "it") if len(names) == 1 else ("have", "them")
-            found = f"{' and '.join(names)} {has} no effect: {off} is not set"
+            found = f"{' and '.join(names)} {has} no effect unless kv_connector_extra_config sets {off}: here it is not"
             yield warning("unused", found, f"set {off}, or leave {them} unset")

@@ -29,8 +29,8 @@ def check_stored(path: str, seed: str | None) -> Iterator[Result]:
     if len(roots) == 1:
         fix = f"unset {SEED}" if roots[0] == DEFAULT else f"export {shlex.quote(_said(roots[0]))}"
     yield warning(
-        "stored chunks", f"{found}, and vLLM does not start if any is of its model",
-        f"{fix}; or, if it was changed on purpose, remove the chunks: kvstow disk clear --path {shlex.quote(path)}",
+        "stored chunks", f"{found}, and vLLM does not start if any is of its model and --prefix-caching-hash-algo",
+        f"if so, {fix}; or, if it was changed on purpose, remove those chunks: kvstow disk ls and clear --namespace",
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ class Book:
 
 def peek(root: Fd) -> Book | None:
     """The page as it is, read without its lock; None: it is not whole. Raises ``OSError``."""
-    file = Fd(os.open(LEDGER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number))
+    file = Fd(os.open(LEDGER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number))
     return Book.unpack(os.pread(file.number, PAGE_BYTES, 0))
 
 

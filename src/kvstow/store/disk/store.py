@@ -254,7 +254,7 @@ class DiskStore:
                 due.told = True
                 sizes = (format_size(count.bytes), format_size(volume.limits.size_bytes))
                 chunks = sum(namespace.chunks for namespace in count.namespaces)
-                logger.info("Disk tier: %s holds %d chunks (%s), at most %s", volume.path, chunks, *sizes)
+                logger.info("Disk tier: %s held %d chunks (%s) at the start, at most %s", volume.path, chunks, *sizes)
         elif now >= due.reap_s:
             due.reap_s = now + REAP_EVERY_S
             volume.reap()
