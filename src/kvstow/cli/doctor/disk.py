@@ -17,7 +17,7 @@ from kvstow.hostmem import private_memory
 from kvstow.runtime import Clock
 from kvstow.settings import format_size
 from kvstow.store.disk import files, names
-from kvstow.store.disk.ledger import PAGE_BYTES, Book
+from kvstow.store.disk.ledger import peek
 
 PIECE_BYTES: Final = 4 << 20  # of a chunk's size
 SAMPLE_BYTES: Final = 64 << 20  # written and read; less where SAMPLE_S comes first
@@ -116,8 +116,7 @@ def _room(path: str, folder: str, size_bytes: int, min_free_bytes: int, setting:
 def used_bytes(path: str) -> int:
     """What the ledger of a directory says that chunks take there already; 0: no or no whole ledger."""
     with suppress(OSError):
-        fd = files.Fd(os.open(os.path.join(path, names.LEDGER), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
-        book = Book.unpack(os.pread(fd.number, PAGE_BYTES, 0))
+        book = peek(files.Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)))
         return (book.used_bytes or 0) if book is not None else 0
     return 0
 
