@@ -63,7 +63,10 @@ def measure(case: Case, rounds: int = ROUNDS, layout: str = "packed_lbhnc") -> d
     ids = random.Random(0).sample(range(blocks), chunks * case.blocks_per_chunk)
     per = case.blocks_per_chunk
     transfers = [
-        Transfer(Place("pool", (Span(i * pitch + HEADER_BYTES, chunk_bytes),)), ids[i * per : (i + 1) * per])
+        Transfer(
+            Place("pool", (Span(i * pitch + HEADER_BYTES, chunk_bytes),)),
+            ids[i * per : (i + 1) * per],
+        )
         for i in range(chunks)
     ]
     device = CpuDevice(ThreadExecutor("copy"), SystemClock())
@@ -91,7 +94,9 @@ def measure(case: Case, rounds: int = ROUNDS, layout: str = "packed_lbhnc") -> d
             run()
             seconds[name].append(time.perf_counter() - began)
     device.close()
-    median = {name: statistics.median(times[FIRST_ROUNDS_DROPPED:]) for name, times in seconds.items()}
+    median = {
+        name: statistics.median(times[FIRST_ROUNDS_DROPPED:]) for name, times in seconds.items()
+    }
     result = {f"{name}_gb_s": total / took / 1e9 for name, took in median.items()}
     result |= {f"{name}_over_memcpy": median["memcpy"] / median[name] for name in ("out", "in")}
     return result | {"page_bytes": case.page_bytes, "working_set_bytes": total, "rounds": rounds}
@@ -106,7 +111,9 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Table:
     """The result for people."""
-    view = Table(title="Pages ↔ slot against memcpy, one thread, shuffled blocks", title_justify="left")
+    view = Table(
+        title="Pages ↔ slot against memcpy, one thread, shuffled blocks", title_justify="left"
+    )
     for column in ("page", "memcpy GB/s", "out GB/s", "in GB/s", "out / memcpy", "in / memcpy"):
         view.add_column(column, justify="right")
     for name, row in result["copy"]["by_page"].items():

@@ -47,7 +47,9 @@ ROUNDS: Final = 15
 FIRST_ROUNDS_DROPPED: Final = 1  # extents are allocated, not yet written
 BLOCK_TOKENS: Final = 32
 LAYERS: Final = 32
-PAGE_BYTES: Final = 128 << 10  # 8 KV heads of 128 in bfloat16, 32 tokens, K and V: an 8B model's 4 MiB a block
+PAGE_BYTES: Final = (
+    128 << 10
+)  # 8 KV heads of 128 in bfloat16, 32 tokens, K and V: an 8B model's 4 MiB a block
 DISK_ROUNDS: Final = 5
 POLL_S: Final = 0.0005  # as often as an idle engine's loop comes by
 
@@ -60,17 +62,27 @@ class Subject:
     def __init__(self, folder: Path) -> None:
         caches, specs = {}, {}
         for layer in range(LAYERS):
-            caches[f"layer.{layer}"] = torch.zeros((CHUNKS, 2, 8, BLOCK_TOKENS, 128), dtype=torch.bfloat16).random_()
+            caches[f"layer.{layer}"] = torch.zeros(
+                (CHUNKS, 2, 8, BLOCK_TOKENS, 128), dtype=torch.bfloat16
+            ).random_()
             specs[f"layer.{layer}"] = KVSpec(CHUNKS, BLOCK_TOKENS, 8, 128, 2, PAGE_BYTES)
         inner = CpuDevice(ThreadExecutor("copy"), SystemClock())
         [pages] = inner.attach(caches, [specs])
         self.layout = ChunkLayout((GroupLayout(BLOCK_TOKENS, 1, (pages.block_bytes,)),))
         size = (CHUNKS + 1) * (self.layout.max_frame_bytes + 4096)
-        settings = Settings(direct=Direct(engine="file", path=(str(folder),), size=size, threads=DEPTH))
+        settings = Settings(
+            direct=Direct(engine="file", path=(str(folder),), size=size, threads=DEPTH)
+        )
         self.ref: DirectRef
         self.engine: Engine
         _, self.ref, self.engine = build.build_direct(
-            settings, self.layout, ranks=1, engine=0, not_persistent=None, clock=SystemClock(), metrics=Metrics()
+            settings,
+            self.layout,
+            ranks=1,
+            engine=0,
+            not_persistent=None,
+            clock=SystemClock(),
+            metrics=Metrics(),
         )
         self.device: DirectDevice = open_direct(inner, self.ref, 0, torch.device("cpu"))
         self.blocks = torch.randperm(CHUNKS).tolist()
@@ -102,7 +114,9 @@ class Subject:
 
     def _run(self, leases: Sequence[Lease], *, load: bool) -> tuple[float, float]:
         assert len(leases) == CHUNKS
-        transfers = [Transfer(lease.place, [block]) for lease, block in zip(leases, self.blocks, strict=True)]
+        transfers = [
+            Transfer(lease.place, [block]) for lease, block in zip(leases, self.blocks, strict=True)
+        ]
         self._ticket += 1
         began, cpu = time.perf_counter(), time.process_time()
         (self.device.copy_in if load else self.device.copy_out)(self._ticket, transfers)
@@ -127,7 +141,9 @@ def raw_works(subject: Subject, fd: int) -> dict[str, bench.disk.Work]:
     return {"read": partial(move, os.preadv), "write": partial(move, os.pwritev)}
 
 
-def media_works(media: Media, leases: Sequence[Lease], slots: Sequence[memoryview]) -> dict[str, bench.disk.Work]:
+def media_works(
+    media: Media, leases: Sequence[Lease], slots: Sequence[memoryview]
+) -> dict[str, bench.disk.Work]:
     """The engine ``file`` without the pages: each thread of the pool has a staging area, told by its slot."""
     areas = {id(slot): area for area, slot in enumerate(slots)}
     places = [lease.place for lease in leases]
@@ -169,7 +185,9 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
         for what in ("write", "read"):
             if what == "read":
                 subject.write()  # the others left noise in the extents
-            for name in bench.disk.rotated((f"raw_{what}", f"direct_{what}", f"pages_{what}"), round_):
+            for name in bench.disk.rotated(
+                (f"raw_{what}", f"direct_{what}", f"pages_{what}"), round_
+            ):
                 took[name].append(sides[name]())
     os.close(fd)
     media.close()
@@ -209,7 +227,11 @@ def table(result: dict[str, Any]) -> Table:
     for column in ("", "read GB/s", "CPU s/GB", "write GB/s", "CPU s/GB"):
         view.add_column(column, justify="right")
     for name in ("raw", "direct", "pages"):
-        cells = (direct[f"{name}_{what}_{unit}"] for what in ("read", "write") for unit in ("gb_s", "cpu_s_per_gb"))
+        cells = (
+            direct[f"{name}_{what}_{unit}"]
+            for what in ("read", "write")
+            for unit in ("gb_s", "cpu_s_per_gb")
+        )
         view.add_row(name, *(f"{cell:.2f}" for cell in cells))
     cpu = [f"{direct[f'disk_{what}_cpu_s_per_gb']:.2f}" for what in ("read", "write")]
     view.add_row("disk tier", "", cpu[0], "", cpu[1])

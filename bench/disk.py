@@ -51,7 +51,9 @@ class Frames:
         self._host = HostMemory.anonymous(slots * GROUP.frame_bytes, "bench")
         self._host.reserve(0, slots * GROUP.frame_bytes)
         self.memory = self._host.view
-        self.slots = [self.memory[i * GROUP.frame_bytes :][: GROUP.frame_bytes] for i in range(slots)]
+        self.slots = [
+            self.memory[i * GROUP.frame_bytes :][: GROUP.frame_bytes] for i in range(slots)
+        ]
         for slot in self.slots:
             slot[:] = os.urandom(4096) * (GROUP.frame_bytes // 4096)
 
@@ -189,9 +191,10 @@ def measure(root: Path, rounds: int) -> dict[str, float]:
             took[name].append(pool.run(works[name]))
     store.close()
     cached = took["raw_buffered_write"]
-    took["raw_cached_write"], took["raw_buffered_write"] = cached, [
-        (wall, cpu) for wall, (_, cpu) in zip(flushed, cached, strict=True)
-    ]
+    took["raw_cached_write"], took["raw_buffered_write"] = (
+        cached,
+        [(wall, cpu) for wall, (_, cpu) in zip(flushed, cached, strict=True)],
+    )
     return summary({name: times[FIRST_ROUNDS_DROPPED:] for name, times in took.items()})
 
 
@@ -205,9 +208,14 @@ def summary(took: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, floa
         if name != "raw_cached_write":
             result[f"{name}_cpu_s_per_gb"] = statistics.median(cpu for _, cpu in times) / gigabytes
     for what in ("read", "write"):
-        raw = max((f"raw_{kind}_{what}" for kind in ("direct", "buffered")), key=lambda name: result[f"{name}_gb_s"])
+        raw = max(
+            (f"raw_{kind}_{what}" for kind in ("direct", "buffered")),
+            key=lambda name: result[f"{name}_gb_s"],
+        )
         pairs = zip(took[raw], took[f"tier_{what}"], strict=True)
-        result[f"{what}_over_raw"] = statistics.median(theirs / ours for (theirs, _), (ours, _) in pairs)
+        result[f"{what}_over_raw"] = statistics.median(
+            theirs / ours for (theirs, _), (ours, _) in pairs
+        )
     return result
 
 
@@ -220,7 +228,12 @@ def run(rounds: int = ROUNDS, folder: Path = OUT) -> dict[str, Any]:
     """``{"disk": {"read_over_raw": ..., "write_over_raw": ..., ...}}``, measured in a new directory in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-disk-") as root:
-        shape = {"chunk_bytes": GROUP.frame_bytes, "chunks": CHUNKS, "depth": DEPTH, "rounds": rounds}
+        shape = {
+            "chunk_bytes": GROUP.frame_bytes,
+            "chunks": CHUNKS,
+            "depth": DEPTH,
+            "rounds": rounds,
+        }
         return {"disk": {**measure(Path(root), rounds), **shape}}
 
 
@@ -232,10 +245,16 @@ def table(result: dict[str, Any]) -> Table:
     for column in ("", "read GB/s", "CPU s/GB", "write GB/s", "CPU s/GB"):
         view.add_column(column, justify="right")
     for name in ("raw_direct", "raw_buffered", "tier"):
-        cells = (disk[f"{name}_{what}_{unit}"] for what in ("read", "write") for unit in ("gb_s", "cpu_s_per_gb"))
+        cells = (
+            disk[f"{name}_{what}_{unit}"]
+            for what in ("read", "write")
+            for unit in ("gb_s", "cpu_s_per_gb")
+        )
         view.add_row(name.replace("_", " "), *(f"{cell:.2f}" for cell in cells))
     view.add_row("raw cached", "", "", f"{disk['raw_cached_write_gb_s']:.2f}", "")
-    view.add_row("tier / raw", f"{disk['read_over_raw']:.2f}", "", f"{disk['write_over_raw']:.2f}", "")
+    view.add_row(
+        "tier / raw", f"{disk['read_over_raw']:.2f}", "", f"{disk['write_over_raw']:.2f}", ""
+    )
     return view
 
 

@@ -39,7 +39,9 @@ CHUNKS: Final = 32
 REST_S: Final = 0.05  # until the last calls have ended
 REQUESTS: Final = 2000
 STEPS: Final = 120  # of the victim in one run: some 0.25 s
-RUNS: Final = 3  # in a measurement, of which the fastest counts: whatever else the machine does only adds
+RUNS: Final = (
+    3  # in a measurement, of which the fastest counts: whatever else the machine does only adds
+)
 ROUNDS: Final = 40  # short ones: what else the machine does changes from second to second
 
 
@@ -169,7 +171,10 @@ def run(rounds: int = ROUNDS, folder: Path = OUT, threads: int = THREADS) -> dic
 
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-gil-") as root:
         victim()
-        with inside(Path(root, "in"), threads) as here, outside(Path(root, "out"), threads) as there:
+        with (
+            inside(Path(root, "in"), threads) as here,
+            outside(Path(root, "out"), threads) as there,
+        ):
             for _ in range(rounds):
                 seconds["alone"].append(min(victim() for _ in range(RUNS)))
                 measure("inside", here, math.inf)
@@ -185,7 +190,9 @@ def run(rounds: int = ROUNDS, folder: Path = OUT, threads: int = THREADS) -> dic
 def table(result: dict[str, Any]) -> Table:
     """The result for people."""
     gil = result["gil"]
-    view = Table(title=f"Fixed Python work beside {gil['threads']} threads of disk I/O", title_justify="left")
+    view = Table(
+        title=f"Fixed Python work beside {gil['threads']} threads of disk I/O", title_justify="left"
+    )
     for column in ("I/O", "work s", "I/O GB/s"):
         view.add_column(column, justify="right")
     view.add_row("none", f"{gil['alone_s']:.3f}", "")

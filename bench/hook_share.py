@@ -18,11 +18,21 @@ from typing import Any, Final
 
 ROUNDS: Final = 5
 HOOKS: Final = (
-    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
-    "request_finished", "has_pending_push_work", "get_kv_connector_stats", "handle_preemptions",
-    "bind_connector_metadata", "start_load_kv", "wait_for_save", "get_finished", "get_block_ids_with_load_errors",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "has_pending_push_work",
+    "get_kv_connector_stats",
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_save",
+    "get_finished",
+    "get_block_ids_with_load_errors",
     "build_connector_worker_meta",
-)  # fmt: skip
+)
 
 
 class Spent:
@@ -68,12 +78,17 @@ def measure() -> dict[str, Any]:
 
     spent = Spent()
     llm = LLM(
-        model=str(smollm2()), dtype="float32", enforce_eager=True, enable_prefix_caching=False, max_model_len=4096,
+        model=str(smollm2()),
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=4096,
         kv_transfer_config={
-            "kv_connector": "KVStowConnector", "kv_role": "kv_both",
+            "kv_connector": "KVStowConnector",
+            "kv_role": "kv_both",
             "kv_connector_extra_config": {"memory.size": "2GB"},
         },
-    )  # fmt: skip
+    )
     once = SamplingParams(temperature=0.0, max_tokens=1)
     llm.generate({"prompt_token_ids": prompt(1, seed=0)}, once, use_tqdm=False)
     shares, hooks, copies, prefills = [], [], [], []
@@ -98,10 +113,15 @@ def run() -> dict[str, Any]:
     """``{"ttft": {"hook_share": ..., "hooks_ms": ..., "copies_ms": ..., "cold_prefill_s": ...}}``"""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
         done = subprocess.run(
-            [sys.executable, "-m", "bench.hook_share", result.name], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "bench.hook_share", result.name],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"bench.hook_share ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+            raise RuntimeError(
+                f"bench.hook_share ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+            )
         return {"ttft": json.load(result)}
 
 

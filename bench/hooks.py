@@ -34,7 +34,9 @@ class Decoding:
 
     def __init__(self) -> None:
         self.requests = [
-            SimRequest(f"request-{i}", [i] * (BLOCK_TOKENS + i % BLOCK_TOKENS), 1 << 30, BLOCK_TOKENS)
+            SimRequest(
+                f"request-{i}", [i] * (BLOCK_TOKENS + i % BLOCK_TOKENS), 1 << 30, BLOCK_TOKENS
+            )
             for i in range(REQUESTS)
         ]
         self._computed = [0] * REQUESTS
@@ -44,17 +46,26 @@ class Decoding:
         self._blocks += 1
         return ([self._blocks],)
 
-    def _output(self, new: list[Any], cached: CachedRequestData, scheduled: dict[str, int]) -> SchedulerOutput:
+    def _output(
+        self, new: list[Any], cached: CachedRequestData, scheduled: dict[str, int]
+    ) -> SchedulerOutput:
         return SchedulerOutput(
-            scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=sum(scheduled.values()), scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={}, finished_req_ids=set(), free_encoder_mm_hashes=[], **_older_fields(),
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            finished_req_ids=set(),
+            free_encoder_mm_hashes=[],
+            **_older_fields(),
         )
 
     def prefill(self) -> SchedulerOutput:
         """The first step of all requests."""
         new = [
-            SimNew(r.request_id, r.prompt_token_ids, (self._block()[0] + self._block()[0],), 0) for r in self.requests
+            SimNew(r.request_id, r.prompt_token_ids, (self._block()[0] + self._block()[0],), 0)
+            for r in self.requests
         ]
         scheduled = {r.request_id: r.num_tokens for r in self.requests}
         self._computed = [r.num_tokens for r in self.requests]
@@ -64,9 +75,15 @@ class Decoding:
     def step(self) -> SchedulerOutput:
         """One more token of each."""
         cached = CachedRequestData(
-            req_ids=[r.request_id for r in self.requests], resumed_req_ids=set(), new_token_ids=[], all_token_ids={},
-            new_block_ids=[self._block() if c % BLOCK_TOKENS == 0 else None for c in self._computed],
-            num_computed_tokens=list(self._computed), num_output_tokens=[r.num_output_tokens for r in self.requests],
+            req_ids=[r.request_id for r in self.requests],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[
+                self._block() if c % BLOCK_TOKENS == 0 else None for c in self._computed
+            ],
+            num_computed_tokens=list(self._computed),
+            num_output_tokens=[r.num_output_tokens for r in self.requests],
         )
         self._computed = [c + 1 for c in self._computed]
         return self._output([], cached, dict.fromkeys(cached.req_ids, 1))
@@ -74,7 +91,6 @@ class Decoding:
     def sampled(self) -> None:
         for request in self.requests:
             request.append([7])
-
 
 
 def _older_fields() -> dict[str, Any]:
@@ -92,7 +108,9 @@ def _answer(meta: StepMeta) -> KVConnectorOutput:
 def _log_as_vllm_does() -> logging.Handler:
     """At INFO, formatted and written, if to nowhere."""
     handler = logging.StreamHandler(open(os.devnull, "w"))  # noqa: SIM115 - closed with the process
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"))
+    handler.setFormatter(
+        logging.Formatter("%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s")
+    )
     ours = logging.getLogger("kvstow")
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)

@@ -36,7 +36,11 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
     again: list[float] = []
     for number in range(rounds + WARM_UP):
         request: Any = SimRequest(f"request {number}", [], 1, BLOCK_TOKENS)
-        request.all_token_ids, request.num_prompt_tokens, request.block_hashes = tokens, len(tokens), list(hashes)
+        request.all_token_ids, request.num_prompt_tokens, request.block_hashes = (
+            tokens,
+            len(tokens),
+            list(hashes),
+        )
         for times in (cold, again):
             began = time.perf_counter()
             answer = connector.get_num_new_matched_tokens(request, 0)

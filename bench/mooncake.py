@@ -65,7 +65,13 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def main() -> None:
-    command(__doc__, "mooncake", ROUNDS, run, partial(table, part="mooncake", title="Mooncake on loopback, TCP"))
+    command(
+        __doc__,
+        "mooncake",
+        ROUNDS,
+        run,
+        partial(table, part="mooncake", title="Mooncake on loopback, TCP"),
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,11 @@ from kvstow.runtime import SystemClock
 
 ROUNDS: Final = 7
 BUCKET: Final = "bench"
-CREDENTIALS: Final = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
+CREDENTIALS: Final = {
+    "AWS_ACCESS_KEY_ID": "bench",
+    "AWS_SECRET_ACCESS_KEY": "bench",
+    "AWS_REGION": "us-east-1",
+}
 
 
 class Alone(Client):
@@ -53,7 +57,9 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
-        store = ObjectsStore(ObjectsOptions(parse_url(f"s3://{BUCKET}/tier"), endpoint=url), SystemClock())
+        store = ObjectsStore(
+            ObjectsOptions(parse_url(f"s3://{BUCKET}/tier"), endpoint=url), SystemClock()
+        )
         try:
             found = compare(Alone(store), store, rounds)
         finally:
@@ -63,7 +69,13 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def main() -> None:
-    command(__doc__, "objects", ROUNDS, run, partial(table, part="objects", title="An object store on loopback"))
+    command(
+        __doc__,
+        "objects",
+        ROUNDS,
+        run,
+        partial(table, part="objects", title="An object store on loopback"),
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from kvstow.runtime import ThreadExecutor
 from kvstow.store.base import Done, Store
 
 SIZES_MIB: Final = (1, 4, 32)
-ROUND_BYTES: Final = 512 << 20  # four chunks a thread of the largest, so that the checks of some overlap with others
+ROUND_BYTES: Final = (
+    512 << 20
+)  # four chunks a thread of the largest, so that the checks of some overlap with others
 DEPTH: Final = 4
 FIRST_ROUNDS_DROPPED: Final = 1  # connections made, memory taken from the system
 NAMESPACE: Final = Namespace.from_fields({"made by": "bench"})
@@ -63,7 +65,10 @@ class Tier:
 def compare(client: Client, store: Store, rounds: int) -> dict[str, Any]:
     """``get_over_client`` and ``put_over_client``, the least of all sizes; under ``mib_<n>`` each size's."""
     sizes = {f"mib_{mib}": _measure(client, store, mib, rounds) for mib in SIZES_MIB}
-    least = {f"{way}_over_client": min(size[f"{way}_over_client"] for size in sizes.values()) for way in WAYS}
+    least = {
+        f"{way}_over_client": min(size[f"{way}_over_client"] for size in sizes.values())
+        for way in WAYS
+    }
     return {**least, **sizes, "depth": DEPTH, "rounds": rounds}
 
 
@@ -79,7 +84,9 @@ def _measure(client: Client, store: Store, mib: int, rounds: int) -> dict[str, f
         order = ("client", "tier") if round_ % 2 else ("tier", "client")
         for way in ("put", "get"):
             for who in order:
-                took[f"{who}_{way}"].append(timed(executor, [getattr(sides[who], way)] * DEPTH, slots, chunks))
+                took[f"{who}_{way}"].append(
+                    timed(executor, [getattr(sides[who], way)] * DEPTH, slots, chunks)
+                )
                 _each(chunks, sides[who].delete)
             if way == "put":  # each side wrote into an emptied store; frames of their own are read
                 for who in order:
@@ -88,10 +95,16 @@ def _measure(client: Client, store: Store, mib: int, rounds: int) -> dict[str, f
                         sides[who].put(chunk, slots[0])
     executor.close(5.0)
     result = {
-        f"{name}_gb_s": chunks * group.frame_bytes / 1e9 / statistics.median(times[FIRST_ROUNDS_DROPPED:])
+        f"{name}_gb_s": chunks
+        * group.frame_bytes
+        / 1e9
+        / statistics.median(times[FIRST_ROUNDS_DROPPED:])
         for name, times in took.items()
     }
-    return result | {f"{way}_over_client": result[f"tier_{way}_gb_s"] / result[f"client_{way}_gb_s"] for way in WAYS}
+    return result | {
+        f"{way}_over_client": result[f"tier_{way}_gb_s"] / result[f"client_{way}_gb_s"]
+        for way in WAYS
+    }
 
 
 def _each(chunks: int, work: Callable[[int], None]) -> None:
@@ -109,7 +122,9 @@ def frames(mib: int) -> tuple[GroupLayout, list[memoryview]]:
     return group, slots
 
 
-def timed(executor: ThreadExecutor, works: Sequence[Work], slots: Sequence[memoryview], chunks: int) -> float:
+def timed(
+    executor: ThreadExecutor, works: Sequence[Work], slots: Sequence[memoryview], chunks: int
+) -> float:
     """Seconds until every chunk was taken, each thread with a work and a slot of its own."""
     left = iter(range(chunks))
     faults: list[BaseException] = []
@@ -142,10 +157,22 @@ def table(result: dict[str, Any], part: str, title: str) -> Table:
         view.add_column(found["skipped"])
         return view
     view = Table(title=f"{title}, {found['depth']} chunks at a time, GB/s", title_justify="left")
-    for column in ("chunk", "get client", "tier", "tier/client", "put client", "tier", "tier/client"):
+    for column in (
+        "chunk",
+        "get client",
+        "tier",
+        "tier/client",
+        "put client",
+        "tier",
+        "tier/client",
+    ):
         view.add_column(column, justify="right")
     for mib in SIZES_MIB:
         size = found[f"mib_{mib}"]
-        cells = [size[n] for way in WAYS for n in (f"client_{way}_gb_s", f"tier_{way}_gb_s", f"{way}_over_client")]
+        cells = [
+            size[n]
+            for way in WAYS
+            for n in (f"client_{way}_gb_s", f"tier_{way}_gb_s", f"{way}_over_client")
+        ]
         view.add_row(f"{mib} MiB", *(f"{cell:.2f}" for cell in cells))
     return view

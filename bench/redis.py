@@ -16,7 +16,16 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from bench.over_client import DEPTH, FIRST_ROUNDS_DROPPED, SIZES_MIB, WAYS, Tier, Work, frames, timed
+from bench.over_client import (
+    DEPTH,
+    FIRST_ROUNDS_DROPPED,
+    SIZES_MIB,
+    WAYS,
+    Tier,
+    Work,
+    frames,
+    timed,
+)
 from bench.report import command
 from kvstow import frame
 from kvstow.runtime import SystemClock, ThreadExecutor
@@ -80,7 +89,9 @@ def measure(server: RedisServer, mib: int, rounds: int) -> dict[str, float]:
             for side in sides:
                 works = [getattr(raw[i] if side == "raw" else tier, way) for i in range(DEPTH)]
                 run(f"{side}_{way}", works)
-                if way == "put":  # each side writes into an emptied server; frames of their own are read
+                if (
+                    way == "put"
+                ):  # each side writes into an emptied server; frames of their own are read
                     server.ask("FLUSHALL", "SYNC")
             if way == "put":
                 for chunk in range(chunks):
@@ -93,10 +104,15 @@ def measure(server: RedisServer, mib: int, rounds: int) -> dict[str, float]:
     executor.close(5.0)
     store.close()
     result = {
-        f"{name}_gb_s": chunks * group.frame_bytes / 1e9 / statistics.median(times[FIRST_ROUNDS_DROPPED:])
+        f"{name}_gb_s": chunks
+        * group.frame_bytes
+        / 1e9
+        / statistics.median(times[FIRST_ROUNDS_DROPPED:])
         for name, times in took.items()
     }
-    return result | {f"{way}_over_raw": result[f"tier_{way}_gb_s"] / result[f"raw_{way}_gb_s"] for way in WAYS}
+    return result | {
+        f"{way}_over_raw": result[f"tier_{way}_gb_s"] / result[f"raw_{way}_gb_s"] for way in WAYS
+    }
 
 
 def _open(server: RedisServer) -> RedisStore:
@@ -111,7 +127,9 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
             sizes = {f"mib_{mib}": measure(server, mib, rounds) for mib in SIZES_MIB}
         finally:
             server.kill()
-    least = {f"{way}_over_raw": min(size[f"{way}_over_raw"] for size in sizes.values()) for way in WAYS}
+    least = {
+        f"{way}_over_raw": min(size[f"{way}_over_raw"] for size in sizes.values()) for way in WAYS
+    }
     shape = {"depth": DEPTH, "rounds": rounds, "server": Path(program() or "").name}
     return {"redis": {**least, **sizes, **shape}}
 
@@ -125,7 +143,11 @@ def table(result: dict[str, Any]) -> Table:
         view.add_column(column, justify="right")
     for mib in SIZES_MIB:
         size = redis[f"mib_{mib}"]
-        cells = [size[name] for way in WAYS for name in (f"raw_{way}_gb_s", f"tier_{way}_gb_s", f"{way}_over_raw")]
+        cells = [
+            size[name]
+            for way in WAYS
+            for name in (f"raw_{way}_gb_s", f"tier_{way}_gb_s", f"{way}_over_raw")
+        ]
         view.add_row(f"{mib} MiB", *(f"{cell:.2f}" for cell in cells))
     return view
 

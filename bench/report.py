@@ -21,7 +21,9 @@ def finish(result: dict[str, Any], table: Table, out: Path) -> None:
     out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def options(doc: str | None, rounds: int, out: Path, folder: Path | None = None) -> argparse.ArgumentParser:
+def options(
+    doc: str | None, rounds: int, out: Path, folder: Path | None = None
+) -> argparse.ArgumentParser:
     """What every part may be told; ``folder`` for those that make files."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--rounds", type=int, default=rounds)

@@ -42,26 +42,58 @@ FIELDS: Final = {
 }
 
 
-def bench_serve(base_url: str, model: Path, name: str, options: Sequence[str], log: Path) -> dict[str, float]:
+def bench_serve(
+    base_url: str, model: Path, name: str, options: Sequence[str], log: Path
+) -> dict[str, float]:
     """Run ``vllm bench serve`` once; its three headline figures. Raises ServerError with the log's path."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [
             *(sys.executable, "-c", COMMAND),
-            *("--base-url", base_url, "--model", name, "--tokenizer", str(model), "--dataset-name", "random"),
-            *("--ignore-eos", "--temperature", "0", "--percentile-metrics", "ttft", "--metric-percentiles", "99"),
-            *("--save-result", "--result-dir", scratch, "--result-filename", "result.json", *options),
+            *(
+                "--base-url",
+                base_url,
+                "--model",
+                name,
+                "--tokenizer",
+                str(model),
+                "--dataset-name",
+                "random",
+            ),
+            *(
+                "--ignore-eos",
+                "--temperature",
+                "0",
+                "--percentile-metrics",
+                "ttft",
+                "--metric-percentiles",
+                "99",
+            ),
+            *(
+                "--save-result",
+                "--result-dir",
+                scratch,
+                "--result-filename",
+                "result.json",
+                *options,
+            ),
         ]
         with log.open("w") as output:
-            done = subprocess.run(command, stdout=output, stderr=output, env=engine_environment(), check=False)
+            done = subprocess.run(
+                command, stdout=output, stderr=output, env=engine_environment(), check=False
+            )
         if done.returncode:
-            raise ServerError(f"vllm bench serve ended with exit code {done.returncode}. Log: {log}")
+            raise ServerError(
+                f"vllm bench serve ended with exit code {done.returncode}. Log: {log}"
+            )
         result: dict[str, Any] = json.loads((Path(scratch) / "result.json").read_text())
     if result["completed"] == 0:
         raise ServerError(f"vllm bench serve completed no request. Log: {log}")
     return {field: result[field] for field in FIELDS}
 
 
-def twice(base_url: str, model: Path, name: str, options: Sequence[str], console: Console) -> dict[str, Any]:
+def twice(
+    base_url: str, model: Path, name: str, options: Sequence[str], console: Console
+) -> dict[str, Any]:
     """``{"cold": {...}, "warm": {...}}``: the same command, with the same seed and so the same prompts."""
     runs: dict[str, Any] = {}
     for run in ("cold", "warm"):
@@ -82,8 +114,12 @@ def table(runs: dict[str, Any]) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.serve", description=__doc__)
     parser.add_argument("--base-url", help="a server that runs already; default: start one")
-    parser.add_argument("--model", type=Path, help="directory or name of its model; default: SmolLM2-135M")
-    parser.add_argument("--connector", type=json.loads, default=KVSTOW, help="vLLM's --kv-transfer-config, as JSON")
+    parser.add_argument(
+        "--model", type=Path, help="directory or name of its model; default: SmolLM2-135M"
+    )
+    parser.add_argument(
+        "--connector", type=json.loads, default=KVSTOW, help="vLLM's --kv-transfer-config, as JSON"
+    )
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--request-rate", default="inf")
     parser.add_argument("--max-concurrency", type=int, default=2)
@@ -93,8 +129,18 @@ def main() -> int:
     arguments = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     console = Console()
-    names = ("num_prompts", "request_rate", "max_concurrency", "random_input_len", "random_output_len")
-    options = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
+    names = (
+        "num_prompts",
+        "request_rate",
+        "max_concurrency",
+        "random_input_len",
+        "random_output_len",
+    )
+    options = [
+        text
+        for name in names
+        for text in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))
+    ]
     try:
         with ExitStack() as stack:
             model = arguments.model or smollm2()
@@ -102,7 +148,9 @@ def main() -> int:
             if url is None:
                 with console.status("Starting vLLM with kvstow"):
                     log = OUT / "serve-server.log"
-                    started = Server(model, log=log, connector=arguments.connector, arguments=SERVER_ARGUMENTS)
+                    started = Server(
+                        model, log=log, connector=arguments.connector, arguments=SERVER_ARGUMENTS
+                    )
                     server = stack.enter_context(started)
                 url, name = server.url, model.name
             runs = twice(url, model, name, options, console)

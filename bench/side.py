@@ -19,19 +19,35 @@ from kvstow.vllm.scheduler import SchedulerSide
 BLOCK_BYTES = 4096  # no byte of it is touched here
 
 
-def scheduler_side(slots: int, block_tokens: int, blocks_per_chunk: int, *, save_decode: bool) -> SchedulerSide:
+def scheduler_side(
+    slots: int, block_tokens: int, blocks_per_chunk: int, *, save_decode: bool
+) -> SchedulerSide:
     """Ready to serve: its one rank has mapped the pool."""
     clock, metrics = SystemClock(), Metrics()
     layout = ChunkLayout((GroupLayout(block_tokens, blocks_per_chunk, (BLOCK_BYTES,)),))
     pool = HostPool.create(layout, slots * layout.max_frame_bytes, name="bench")
     engine = Engine(
-        pool=pool, policy=LRU(), tiers=(), layout=layout, clock=clock, metrics=metrics, sealer=ThreadExecutor("seal")
+        pool=pool,
+        policy=LRU(),
+        tiers=(),
+        layout=layout,
+        clock=clock,
+        metrics=metrics,
+        sealer=ThreadExecutor("seal"),
     )
-    rules = Rules(block_tokens, block_tokens, block_tokens * blocks_per_chunk, save_decode, lookahead=0)
+    rules = Rules(
+        block_tokens, block_tokens, block_tokens * blocks_per_chunk, save_decode, lookahead=0
+    )
     rank = (0, 0)
     side = SchedulerSide(
-        engine, Namespace.from_fields({"model": "bench"}), rules, Mount(pool.ref, {rank: 0}, frozenset({rank})),
-        loads=True, stores=True, clock=clock, metrics=metrics,
+        engine,
+        Namespace.from_fields({"model": "bench"}),
+        rules,
+        Mount(pool.ref, {rank: 0}, frozenset({rank})),
+        loads=True,
+        stores=True,
+        clock=clock,
+        metrics=metrics,
     )
     side.update_from_workers(WorkerMeta(mounted=1))
     return side

@@ -17,8 +17,19 @@ from kvstow.testing.paced import PacedStore
 from kvstow.testing.virtual import BLOCK, TIER, Model, Served, fill, request, virtual_server
 
 MODEL: Final = Model()
-SPEEDS: Final = (0.02, 0.1, 0.5, 1.0, 10.0, 100.0)  # seconds to load a chunk, over seconds to compute it
-LOADS: Final = {"idle": 0.5, "busy": 0.2, "overloaded": 0.1}  # seconds between requests; one takes 0.18 on average
+SPEEDS: Final = (
+    0.02,
+    0.1,
+    0.5,
+    1.0,
+    10.0,
+    100.0,
+)  # seconds to load a chunk, over seconds to compute it
+LOADS: Final = {
+    "idle": 0.5,
+    "busy": 0.2,
+    "overloaded": 0.1,
+}  # seconds between requests; one takes 0.18 on average
 SIZES: Final = (1, 2, 5, 10, 20, 40, 80, 160, 200)  # chunks of a prompt
 PROMPTS: Final = 27
 REQUESTS: Final = 200
@@ -27,18 +38,26 @@ DEADLINE_S: Final = 0.2
 PROMISED: Final = 1.05
 
 
-def _serve(below: MemoryStore, gap_s: float, speed: float | None) -> tuple[list[Served], dict[str, float]]:
+def _serve(
+    below: MemoryStore, gap_s: float, speed: float | None
+) -> tuple[list[Served], dict[str, float]]:
     """By a new server that knows nothing yet. ``speed`` None: without a cache."""
     rng, at, arrivals = random.Random(1), 0.0, []
     for i in range(REQUESTS):
         at += rng.expovariate(1 / gap_s)
         arrivals.append((at, request(f"r{i}", i % PROMPTS, SIZES[i % PROMPTS % len(SIZES)])))
-    pace = PacedStore(below, fixed_s=0.001, probe_s=0.0002, byte_s=MODEL.chunk_byte_s * (speed or 0.0))
-    server = virtual_server(below, MODEL, pace=pace, pool_chunks=POOL_CHUNKS, loads=speed is not None)
+    pace = PacedStore(
+        below, fixed_s=0.001, probe_s=0.0002, byte_s=MODEL.chunk_byte_s * (speed or 0.0)
+    )
+    server = virtual_server(
+        below, MODEL, pace=pace, pool_chunks=POOL_CHUNKS, loads=speed is not None
+    )
     served = server.run(arrivals)
     server.engine.close(1.0)
     decisions = server.counted("fetch_decisions")
-    return served, {name.removeprefix(f"{TIER}|"): count for name, count in sorted(decisions.items())}
+    return served, {
+        name.removeprefix(f"{TIER}|"): count for name, count in sorted(decisions.items())
+    }
 
 
 def _mean(served: Sequence[Served]) -> float:

@@ -65,7 +65,10 @@ def cold_over_none(model: Path, pairs: int = PAIRS) -> dict[str, Any]:
         Server(model, log=LOGS / "ttft-with.log") as with_kvstow,
         Server(model, log=LOGS / "ttft-none.log", connector=None) as without,
     ):
-        sides = [(with_kvstow, Client(with_kvstow.url, model.name)), (without, Client(without.url, model.name))]
+        sides = [
+            (with_kvstow, Client(with_kvstow.url, model.name)),
+            (without, Client(without.url, model.name)),
+        ]
         for server, client in sides:
             _timed(server, client, prompt(BLOCKS, seed=1))
         for pair in range(pairs):
@@ -121,7 +124,9 @@ def ram_against_device(model: Path, rounds: int = ROUNDS) -> dict[str, Any]:
             copies.append(memcpy_ms(BLOCKS * BLOCK * KV_BYTES_PER_TOKEN))
         restored = server.metric("vllm:external_prefix_cache_hits_total") - before
     if restored != rounds * BLOCKS * BLOCK:
-        raise RuntimeError(f"{restored:.0f} tokens restored instead of {rounds * BLOCKS * BLOCK}: see {log}")
+        raise RuntimeError(
+            f"{restored:.0f} tokens restored instead of {rounds * BLOCKS * BLOCK}: see {log}"
+        )
     ram_s, device_s = statistics.median(ram), statistics.median(device)
     return {
         "ram_minus_device_ms": (ram_s - device_s) * 1e3,

@@ -65,7 +65,13 @@ class Side:
 
 @contextmanager
 def served(
-    console: Console, name: str, title: str, tiers: dict[str, str], *, prefix_caching: bool, kvstow: bool
+    console: Console,
+    name: str,
+    title: str,
+    tiers: dict[str, str],
+    *,
+    prefix_caching: bool,
+    kvstow: bool,
 ) -> Iterator[Server]:
     """A server that answers, stopped at the end."""
     model = models.smollm2()
@@ -103,7 +109,9 @@ def first_word(server: Server) -> Client:
     client = Client(server.url, server.model.name)
     first = client.complete("The capital of France is", max_tokens=4)
     if "Paris" not in first.text:
-        raise ServerError(f"the model answers nonsense ({first.text!r}): remove {server.model} and run again")
+        raise ServerError(
+            f"the model answers nonsense ({first.text!r}): remove {server.model} and run again"
+        )
     return client
 
 
@@ -143,19 +151,27 @@ def table(ram: Side, disk: Side, shared: Side, device: Side) -> Table:
     def row(name: str, side: Side, ttft_s: float, restored: str, same: bool | None) -> None:
         speed_up = f"{side.cold.ttft_s / ttft_s:.1f} ×" if same is not None else ""
         text = {None: "", True: "[green]yes[/green]", False: "[red]no[/red]"}[same]
-        shown.add_row(name, f"{side.cold.prompt_tokens:,}", f"{ttft_s:.3f} s", restored, speed_up, text)
+        shown.add_row(
+            name, f"{side.cold.prompt_tokens:,}", f"{ttft_s:.3f} s", restored, speed_up, text
+        )
 
     row("cold: computed", ram, ram.cold.ttft_s, "", None)
     row("kvstow from RAM", ram, ram.ttft_s, f"{ram.restored_tokens:,}", ram.identical)
     row("from disk, restarted", disk, disk.ttft_s, f"{disk.restored_tokens:,}", disk.identical)
-    row("from Redis, shared", shared, shared.ttft_s, f"{shared.restored_tokens:,}", shared.identical)
+    row(
+        "from Redis, shared", shared, shared.ttft_s, f"{shared.restored_tokens:,}", shared.identical
+    )
     row("vLLM prefix cache", device, device.ttft_s, "", device.identical)
     return shown
 
 
 def report(ram: Side, disk: Side, shared: Side, device: Side) -> dict[str, Any]:
     def restored(side: Side) -> dict[str, Any]:
-        return {"ttft_s": side.ttft_s, "restored_tokens": side.restored_tokens, "identical": side.identical}
+        return {
+            "ttft_s": side.ttft_s,
+            "restored_tokens": side.restored_tokens,
+            "identical": side.identical,
+        }
 
     return {
         "prompt_tokens": ram.cold.prompt_tokens,
@@ -176,9 +192,13 @@ def run(console: Console, *, kvstow: bool) -> int:
         both = DISK_ENVIRONMENT | remote
         with served(console, "ram", off, both, prefix_caching=False, kvstow=kvstow) as server:
             ram = ask(console, server)
-        with served(console, "disk", f"again, {off}", DISK_ENVIRONMENT, prefix_caching=False, kvstow=kvstow) as server:
+        with served(
+            console, "disk", f"again, {off}", DISK_ENVIRONMENT, prefix_caching=False, kvstow=kvstow
+        ) as server:
             disk = ask_once(console, server, ram, "restarted")
-        with served(console, "shared", "a second server", remote, prefix_caching=True, kvstow=kvstow) as server:
+        with served(
+            console, "shared", "a second server", remote, prefix_caching=True, kvstow=kvstow
+        ) as server:
             shared = ask_once(console, server, ram, "second")
             device = ask_again(console, server, ram.cold)
     shutil.rmtree(DISK, ignore_errors=True)
@@ -186,19 +206,29 @@ def run(console: Console, *, kvstow: bool) -> int:
     (OUT / "demo.json").write_text(json.dumps(report(ram, disk, shared, device), indent=2) + "\n")
     console.print()
     console.print(table(ram, disk, shared, device))
-    console.print("The last line is vLLM's own cache while it still holds the prompt. With your vLLM: see README.md.")
-    console.print(f"Results: {OUT / 'demo.json'}", f"Logs: {OUT}/demo-server-*.log", sep="\n", soft_wrap=True)
+    console.print(
+        "The last line is vLLM's own cache while it still holds the prompt. With your vLLM: see README.md."
+    )
+    console.print(
+        f"Results: {OUT / 'demo.json'}", f"Logs: {OUT}/demo-server-*.log", sep="\n", soft_wrap=True
+    )
     for side, where in ((ram, "ram"), (disk, "disk"), (shared, "shared")):
         if not side.restored_tokens or not side.identical:
             what = "the text differs" if side.restored_tokens else "kvstow restored no token"
-            console.print(f"[red]error:[/red] {what}. Log: {OUT / f'demo-server-{where}.log'}", soft_wrap=True)
+            console.print(
+                f"[red]error:[/red] {what}. Log: {OUT / f'demo-server-{where}.log'}", soft_wrap=True
+            )
             return 1
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m demo", description="The same prompt cold and warm through kvstow.")
-    parser.add_argument("--no-kvstow", action="store_true", help="without kvstow, to try the demo itself")
+    parser = argparse.ArgumentParser(
+        prog="python -m demo", description="The same prompt cold and warm through kvstow."
+    )
+    parser.add_argument(
+        "--no-kvstow", action="store_true", help="without kvstow, to try the demo itself"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console()

@@ -26,12 +26,19 @@ class Client:
 
     def __init__(self, url: str, model: str) -> None:
         self._openai = openai.OpenAI(
-            base_url=f"{url}/v1", api_key="none", timeout=REQUEST_TIMEOUT_S, max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=False),  # a proxy can't reach this host's loopback
-        )  # fmt: skip
+            base_url=f"{url}/v1",
+            api_key="none",
+            timeout=REQUEST_TIMEOUT_S,
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(
+                trust_env=False
+            ),  # a proxy can't reach this host's loopback
+        )
         self._model = model
 
-    def complete(self, prompt: str | list[int], *, max_tokens: int = 32, extra: dict[str, Any] | None = None) -> Answer:
+    def complete(
+        self, prompt: str | list[int], *, max_tokens: int = 32, extra: dict[str, Any] | None = None
+    ) -> Answer:
         """Stream a completion of ``prompt`` (text or token ids). ``extra`` is vLLM's own request fields."""
         started = time.perf_counter()
         stream = self._openai.completions.create(
@@ -50,4 +57,9 @@ class Client:
                 text += event.choices[0].text
             if event.usage:
                 prompt_tokens = event.usage.prompt_tokens
-        return Answer(text, (first or time.perf_counter()) - started, time.perf_counter() - started, prompt_tokens)
+        return Answer(
+            text,
+            (first or time.perf_counter()) - started,
+            time.perf_counter() - started,
+            prompt_tokens,
+        )

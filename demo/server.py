@@ -29,8 +29,14 @@ TAIL_LINES: Final = 12
 EXCEPTION: Final = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 PREFIX: Final = re.compile(r"^(\(.*?pid=\d+\) ?)?([A-Z]+ \d\d-\d\d [\d:]+ \[[^]]*\] ?)?")
 
-OWN: Final = ("KVSTOW_", "LMCACHE_", "VLLM_")  # variables that say how vLLM and kvstow run: none of the caller's
-LOCAL: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy can't reach this host's loopback
+OWN: Final = (
+    "KVSTOW_",
+    "LMCACHE_",
+    "VLLM_",
+)  # variables that say how vLLM and kvstow run: none of the caller's
+LOCAL: Final = urllib.request.build_opener(
+    urllib.request.ProxyHandler({})
+)  # a proxy can't reach this host's loopback
 
 KVSTOW: Final[Mapping[str, Any]] = {"kv_connector": "KVStowConnector", "kv_role": "kv_both"}
 
@@ -86,7 +92,16 @@ class Server:
         caching = "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching"
         self._command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--served-model-name", model.name, "--host", HOST, "--port", str(self.port)),
+            *(
+                "--model",
+                str(model),
+                "--served-model-name",
+                model.name,
+                "--host",
+                HOST,
+                "--port",
+                str(self.port),
+            ),
             *("--dtype", "float32", caching, *arguments),
         ]
         if connector is not None:
@@ -99,9 +114,13 @@ class Server:
             log.write(f"$ {' '.join(self._command)}\n\n".encode())
             log.flush()
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                env=self._environment, start_new_session=True,
-            )  # fmt: skip
+                self._command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
         try:
             self._wait_until_healthy(self._process)
         except BaseException:
@@ -110,7 +129,10 @@ class Server:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -149,13 +171,17 @@ class Server:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if process.poll() is not None:
-                raise ServerError(f"vLLM ended with exit code {process.returncode} while starting.\n{self.diagnosis()}")
+                raise ServerError(
+                    f"vLLM ended with exit code {process.returncode} while starting.\n{self.diagnosis()}"
+                )
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 self.get("/health")
                 return
             self._progress(last_line(self.log))
             time.sleep(POLL_S)
-        raise ServerError(f"vLLM did not answer within {START_TIMEOUT_S:.0f} s.\n{self.diagnosis()}")
+        raise ServerError(
+            f"vLLM did not answer within {START_TIMEOUT_S:.0f} s.\n{self.diagnosis()}"
+        )
 
     def diagnosis(self) -> str:
         """What the log says went wrong: the exceptions if there are any, else its end; and its path."""

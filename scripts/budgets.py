@@ -53,7 +53,12 @@ def functions(path: Path) -> list[Function]:
 def code_lines(text: str) -> int:
     """Lines with code on them: neither blank nor only comment or docstring."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = {n for token in tokens if token.type not in _NO_CODE for n in range(token.start[0], token.end[0] + 1)}
+    lines = {
+        n
+        for token in tokens
+        if token.type not in _NO_CODE
+        for n in range(token.start[0], token.end[0] + 1)
+    }
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Expr(value=ast.Constant(value=str())):
@@ -62,8 +67,13 @@ def code_lines(text: str) -> int:
 
 
 _NO_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
-}  # fmt: skip
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def rank(values: list[int], share: float) -> int:
@@ -97,15 +107,31 @@ def main() -> int:
     totals = code_totals(sizes)
     median = rank([n for n in sizes.values() if n >= SMALLEST_FILE_LINES], 0.5)
     p95 = rank([f.lines for f in every], 0.95)
-    over = [f"{p.relative_to(ROOT)}: {n} lines, at most {FILE_LINES}" for p, n in sizes.items() if n > FILE_LINES]
-    over += [f"{f.where}: {f.lines} lines, at most {FUNCTION_LINES}" for f in every if f.lines > FUNCTION_LINES]
+    over = [
+        f"{p.relative_to(ROOT)}: {n} lines, at most {FILE_LINES}"
+        for p, n in sizes.items()
+        if n > FILE_LINES
+    ]
+    over += [
+        f"{f.where}: {f.lines} lines, at most {FUNCTION_LINES}"
+        for f in every
+        if f.lines > FUNCTION_LINES
+    ]
     limits = {name: LARGE.get(name, PART_CODE_LINES) for name in totals}
-    over += [f"{name}: {n} lines of code, at most {limits[name]}" for name, n in totals.items() if n > limits[name]]
+    over += [
+        f"{name}: {n} lines of code, at most {limits[name]}"
+        for name, n in totals.items()
+        if n > limits[name]
+    ]
     if median > MEDIAN_FILE_LINES:
         over.append(f"src/kvstow: the median file has {median} lines, at most {MEDIAN_FILE_LINES}")
     if p95 > FUNCTION_P95_LINES:
-        longest = ", ".join(f"{f.where} ({f.lines})" for f in sorted(every, key=lambda f: -f.lines)[:5])
-        over.append(f"functions: 95 % are within {p95} lines, wanted {FUNCTION_P95_LINES}; the longest: {longest}")
+        longest = ", ".join(
+            f"{f.where} ({f.lines})" for f in sorted(every, key=lambda f: -f.lines)[:5]
+        )
+        over.append(
+            f"functions: 95 % are within {p95} lines, wanted {FUNCTION_P95_LINES}; the longest: {longest}"
+        )
     print(
         f"budgets: {len(sizes)} files, lines of code: "
         f"{', '.join(f'{name} {n} of {limits[name]}' for name, n in totals.items())}; "

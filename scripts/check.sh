@@ -9,6 +9,7 @@ run() {
     "${@:2}" || failed+=("$1")
 }
 run ruff "$bin/ruff" check .
+run format "$bin/ruff" format --check .
 run mypy "$bin/mypy"
 run imports "$bin/lint-imports" --no-logo
 run names "$bin/python" scripts/check_names.py

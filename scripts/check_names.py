@@ -27,24 +27,47 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
     opens = name.startswith(ENVIRONMENT_DOOR)
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
-            case ast.Attribute(value=ast.Name(id="os"), attr=attr) if attr in ENVIRONMENT and not opens:
-                yield node.lineno, f"os.{attr}: the environment is read in kvstow.settings only; take a plain argument"
+            case ast.Attribute(value=ast.Name(id="os"), attr=attr) if (
+                attr in ENVIRONMENT and not opens
+            ):
+                yield (
+                    node.lineno,
+                    f"os.{attr}: the environment is read in kvstow.settings only; take a plain argument",
+                )
             case ast.ImportFrom(module="os", names=names) if (
                 any(a.name in ENVIRONMENT for a in names) and not opens
             ):
-                yield node.lineno, "the environment is read in kvstow.settings only; take a plain argument"
+                yield (
+                    node.lineno,
+                    "the environment is read in kvstow.settings only; take a plain argument",
+                )
             case ast.Import(names=names) if opens:
                 for alias in names:
                     if alias.name.split(".")[0] in RUNTIME_MODULES:
-                        yield node.lineno, f"{alias.name}: time and threads are runtime.py's; take a Clock or Executor"
+                        yield (
+                            node.lineno,
+                            f"{alias.name}: time and threads are runtime.py's; take a Clock or Executor",
+                        )
             case ast.Call(func=ast.Name(id="hash")):
-                yield node.lineno, "hash(): differs between processes and collides; use ChunkKey.digest() or blake3"
+                yield (
+                    node.lineno,
+                    "hash(): differs between processes and collides; use ChunkKey.digest() or blake3",
+                )
             case ast.ExceptHandler(type=None) if name not in BROAD_EXCEPT:
-                yield node.lineno, "bare except: catch what you can handle; the connector's edge takes the rest"
+                yield (
+                    node.lineno,
+                    "bare except: catch what you can handle; the connector's edge takes the rest",
+                )
             case ast.ExceptHandler(type=ast.expr() as caught) if name not in BROAD_EXCEPT:
-                broad = {n.id for n in ast.walk(caught) if isinstance(n, ast.Name)} & {"Exception", "BaseException"}
+                broad = {n.id for n in ast.walk(caught) if isinstance(n, ast.Name)} & {
+                    "Exception",
+                    "BaseException",
+                }
                 if broad and not name.startswith(TEST_KIT):
-                    yield node.lineno, "broad except: catch what you can handle; the connector's edge takes the rest"
+                    yield (
+                        node.lineno,
+                        "broad except: catch what you can handle; the connector's edge takes the rest",
+                    )
 
 
 def main() -> int:

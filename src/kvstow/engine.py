@@ -36,7 +36,9 @@ from kvstow.transfer.judge import Judge
 from kvstow.transfer.write import WriteThrough
 
 WAIT_SLICE_S: Final = 0.02  # drain waits on one executor at a time
-POLL_AGAIN_S: Final = 0.001  # a query looks for what has come since the last step: steps are long, many are asked
+POLL_AGAIN_S: Final = (
+    0.001  # a query looks for what has come since the last step: steps are long, many are asked
+)
 LEAST_JOIN_S: Final = 0.5  # for idle threads to notice that their executor closes
 
 
@@ -95,7 +97,14 @@ class Engine:
             self._tiers,
             clock=clock,
             metrics=metrics,
-            judge=Judge(self._tiers, self._costs, sizes, clock=clock, metrics=metrics, deadline_s=fetch_deadline_s),
+            judge=Judge(
+                self._tiers,
+                self._costs,
+                sizes,
+                clock=clock,
+                metrics=metrics,
+                deadline_s=fetch_deadline_s,
+            ),
             max_slots=max(1, int(pool.slots * max_fetch_share)),
         )
         self._writes = WriteThrough(
@@ -153,7 +162,11 @@ class Engine:
         if wait.pending and self._clock.monotonic() - self._polled_s >= POLL_AGAIN_S:
             self._take_calls()
         self._fetches.refresh(wait)
-        return Lookup(Found.PENDING, wait.cursor) if wait.pending else self._remembered(owner, keys, start)
+        return (
+            Lookup(Found.PENDING, wait.cursor)
+            if wait.pending
+            else self._remembered(owner, keys, start)
+        )
 
     def _remembered(self, owner: str, keys: Sequence[ChunkKey], start: int) -> Lookup:
         """``lookup``, at once for the owner that asked last if nothing has changed: the head of vLLM's waiting
@@ -204,7 +217,11 @@ class Engine:
         """
         tiers = [tier for tier in self._tiers if tier.exact and tier.usable]
         absent = self._index.absent(keys)
-        return [i for i in absent if not any(tier.holds(keys[i]) for tier in tiers)] if tiers else absent
+        return (
+            [i for i in absent if not any(tier.holds(keys[i]) for tier in tiers)]
+            if tiers
+            else absent
+        )
 
     def reserve(self, key: ChunkKey, parent: bytes, tokens: int) -> Lease | None:
         """A slot for a worker to fill with ``key``, exactly. None: it is there or on its way, or every slot is pinned
@@ -232,8 +249,16 @@ class Engine:
             return
         if self._tiers:
             key, pin = filling.key, self._pool.lease(lease.slot)
-            about = key, self._layout.groups[key.group], filling.tokens, filling.parent, self._clock.wall()
-            self._writes.start(key, pin, partial(frame.seal, pin.view(), *about, integrity_key=self._integrity_key))
+            about = (
+                key,
+                self._layout.groups[key.group],
+                filling.tokens,
+                filling.parent,
+                self._clock.wall(),
+            )
+            self._writes.start(
+                key, pin, partial(frame.seal, pin.view(), *about, integrity_key=self._integrity_key)
+            )
 
     def failed(self, lease: Lease) -> None:
         """A worker could not fill or read this slot: its chunk is a miss from now on."""
@@ -279,7 +304,9 @@ class Engine:
         shown = (pool.free, pool.leased)
         if shown != self._shown:
             self._shown = shown
-            self._metrics.gauge(f"{pool.gauges}_used_bytes", (pool.slots - pool.free) * pool.slot_bytes)
+            self._metrics.gauge(
+                f"{pool.gauges}_used_bytes", (pool.slots - pool.free) * pool.slot_bytes
+            )
             self._metrics.gauge(f"{pool.gauges}_leased_slots", pool.leased)
 
     def busy(self) -> bool:
@@ -303,7 +330,9 @@ class Engine:
         deadline_s = self._clock.monotonic() + timeout_s
         for turn in count():
             self.poll()
-            executors = [e for e in (self._sealer, *(t.executor for t in self._tiers)) if e.outstanding]
+            executors = [
+                e for e in (self._sealer, *(t.executor for t in self._tiers)) if e.outstanding
+            ]
             left_s = deadline_s - self._clock.monotonic()
             if not executors or left_s <= 0:
                 return not executors

@@ -114,7 +114,9 @@ class PayloadChecksum:
     def __init__(self, integrity_key: bytes | None = None, known: bytes | None = None) -> None:
         self._known = known
         self._checksum = xxh3_128()
-        self._mac = None if integrity_key is None else blake3(key=_derive(integrity_key, _PAYLOAD_CONTEXT))
+        self._mac = (
+            None if integrity_key is None else blake3(key=_derive(integrity_key, _PAYLOAD_CONTEXT))
+        )
 
     def update(self, piece: bytes | memoryview) -> None:
         self._checksum.update(piece)
@@ -141,7 +143,9 @@ def frame_spans(lengths: tuple[int, ...]) -> tuple[FrameSpan, ...]:
     return tuple(spans)
 
 
-def write_header(page: memoryview, header: FrameHeader, payload: PayloadChecksum, integrity_key: bytes | None) -> None:
+def write_header(
+    page: memoryview, header: FrameHeader, payload: PayloadChecksum, integrity_key: bytes | None
+) -> None:
     """Fill the first 4,096 bytes of ``page`` with ``header`` and the digests of ``payload``, its own ignored.
 
     For ``seal``, and for a tier whose codec builds a frame of its own.
@@ -149,15 +153,33 @@ def write_header(page: memoryview, header: FrameHeader, payload: PayloadChecksum
     parts = bytearray(HEADER_BYTES)
     key, parent, parameters = header.key, header.parent, header.codec_parameters
     if len(parent) > MAX_PREFIX_HASH_BYTES or len(parameters) > MAX_CODEC_PARAMETER_BYTES:
-        raise ValueError(f"parent hash of {len(parent)} bytes, codec parameters of {len(parameters)} bytes: too long")
+        raise ValueError(
+            f"parent hash of {len(parent)} bytes, codec parameters of {len(parameters)} bytes: too long"
+        )
     if not 1 <= len(header.spans) <= MAX_SPANS:
         raise ValueError(f"{len(header.spans)} spans: a frame holds 1 to {MAX_SPANS}")
     flags = _LOSSY * header.lossy | _KEYED * (integrity_key is not None)
     _HEAD.pack_into(
-        parts, 0, MAGIC, HEADER_BYTES, flags, key.namespace, key.group, len(key.prefix_hash), key.prefix_hash,
-        len(parent), parent, header.tokens, header.codec_id, len(parameters), parameters,
-        header.raw_length, header.payload_length, round(header.created * _MICROSECONDS), len(header.spans),
-    )  # fmt: skip
+        parts,
+        0,
+        MAGIC,
+        HEADER_BYTES,
+        flags,
+        key.namespace,
+        key.group,
+        len(key.prefix_hash),
+        key.prefix_hash,
+        len(parent),
+        parent,
+        header.tokens,
+        header.codec_id,
+        len(parameters),
+        parameters,
+        header.raw_length,
+        header.payload_length,
+        round(header.created * _MICROSECONDS),
+        len(header.spans),
+    )
     for index, span in enumerate(header.spans):
         _SPAN.pack_into(parts, _SPANS_AT + index * _SPAN.size, *span)
     parts[_CHECKSUM_AT:_MAC_AT] = payload.checksum
@@ -224,10 +246,16 @@ def check(
         if not coded:
             raise FrameError(f"codec {header.codec_id}, not raw")
         lengths = tuple(span.length for span in header.spans)
-    if header.spans != frame_spans(lengths) or len(lengths) != shards or header.frame_length != length:
+    if (
+        header.spans != frame_spans(lengths)
+        or len(lengths) != shards
+        or header.frame_length != length
+    ):
         raise FrameError(f"spans {header.spans} in {length} bytes do not fit the group's layout")
     if header.raw_length != raw_length or header.tokens > layout_group.chunk_tokens:
-        raise FrameError(f"{header.raw_length} bytes of {header.tokens} tokens do not fit the group's layout")
+        raise FrameError(
+            f"{header.raw_length} bytes of {header.tokens} tokens do not fit the group's layout"
+        )
     unpadded = header.payload_length == length - HEADER_BYTES
     payload = PayloadChecksum(integrity_key, checksum if unpadded else None)
     if integrity_key is not None or checksum is None or not unpadded:
@@ -247,26 +275,60 @@ def parse_header(page: memoryview | bytes) -> FrameHeader:
     if xxh3_128_digest(page[:_HEADER_CHECKSUM_AT]) != page[_HEADER_CHECKSUM_AT:]:
         raise FrameError("header checksum does not match")
     (
-        magic, header_length, flags, namespace, group, hash_length, prefix_hash, parent_length, parent, tokens,
-        codec_id, parameters_length, parameters, raw_length, payload_length, created, count,
-    ) = _HEAD.unpack_from(page)  # fmt: skip
+        magic,
+        header_length,
+        flags,
+        namespace,
+        group,
+        hash_length,
+        prefix_hash,
+        parent_length,
+        parent,
+        tokens,
+        codec_id,
+        parameters_length,
+        parameters,
+        raw_length,
+        payload_length,
+        created,
+        count,
+    ) = _HEAD.unpack_from(page)
     _require(magic == MAGIC and header_length == HEADER_BYTES, "not a frame of this format")
     _require(flags & ~(_LOSSY | _KEYED) == 0, "unknown flags")
-    _require(1 <= hash_length <= MAX_PREFIX_HASH_BYTES and parent_length <= MAX_PREFIX_HASH_BYTES, "hash lengths")
-    _require(tokens >= 1 and parameters_length <= MAX_CODEC_PARAMETER_BYTES, "token or parameter count")
+    _require(
+        1 <= hash_length <= MAX_PREFIX_HASH_BYTES and parent_length <= MAX_PREFIX_HASH_BYTES,
+        "hash lengths",
+    )
+    _require(
+        tokens >= 1 and parameters_length <= MAX_CODEC_PARAMETER_BYTES, "token or parameter count"
+    )
     _require(1 <= count <= MAX_SPANS and raw_length <= _MAX_BYTES, "span count or raw length")
-    spans = tuple(starmap(FrameSpan, _SPAN.iter_unpack(page[_SPANS_AT : _SPANS_AT + count * _SPAN.size])))
+    spans = tuple(
+        starmap(FrameSpan, _SPAN.iter_unpack(page[_SPANS_AT : _SPANS_AT + count * _SPAN.size]))
+    )
     _require_spans(spans, payload_length)
     key = ChunkKey.build(Namespace(namespace), group, prefix_hash[:hash_length])
     return FrameHeader(
-        key, parent[:parent_length], tokens, raw_length, spans, bytes(page[_CHECKSUM_AT:_MAC_AT]),
-        created / _MICROSECONDS, bool(flags & _LOSSY), codec_id, parameters[:parameters_length],
+        key,
+        parent[:parent_length],
+        tokens,
+        raw_length,
+        spans,
+        bytes(page[_CHECKSUM_AT:_MAC_AT]),
+        created / _MICROSECONDS,
+        bool(flags & _LOSSY),
+        codec_id,
+        parameters[:parameters_length],
         bytes(page[_MAC_AT : _MAC_AT + _MAC_BYTES]) if flags & _KEYED else None,
-    )  # fmt: skip
+    )
 
 
 def verify(
-    page: memoryview | bytes, header: FrameHeader, payload: PayloadChecksum, *, integrity_key: bytes | None = None
+    page: memoryview | bytes,
+    header: FrameHeader,
+    payload: PayloadChecksum,
+    *,
+    integrity_key: bytes | None = None,
 ) -> None:
     """Compare a payload that has passed through ``payload`` with its header, ``page`` parsed. Raises ``FrameError``.
 
@@ -279,13 +341,20 @@ def verify(
         return
     if header.mac is None:
         raise FrameError("not keyed, and integrity_key is set")
-    _require(hmac.compare_digest(_mac(page, payload, integrity_key), header.mac), "MAC does not match")
+    _require(
+        hmac.compare_digest(_mac(page, payload, integrity_key), header.mac), "MAC does not match"
+    )
 
 
 def _mac(page: memoryview | bytes, payload: PayloadChecksum, integrity_key: bytes) -> bytes:
     if payload.mac is None:
         raise ValueError("the payload passed through a PayloadChecksum without the integrity key")
-    return blake3(key=_derive(integrity_key, _HEADER_CONTEXT)).update(page[:_MAC_AT]).update(payload.mac).digest()
+    return (
+        blake3(key=_derive(integrity_key, _HEADER_CONTEXT))
+        .update(page[:_MAC_AT])
+        .update(payload.mac)
+        .digest()
+    )
 
 
 def _derive(integrity_key: bytes, context: str) -> bytes:

@@ -27,11 +27,17 @@ from kvstow.layout import ALIGN, align_up
 
 FILE_SUFFIX: Final = ".kvstow-pool"
 _FILE_NAME: Final = re.compile(r"kvstow-\d+-[0-9a-f]{16}" + re.escape(FILE_SUFFIX))
-_NAME_TRIES: Final = 8  # a name is 64 random bits: a second try is needed only if a reaper saw the file too early
+_NAME_TRIES: Final = (
+    8  # a name is 64 random bits: a second try is needed only if a reaper saw the file too early
+)
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python's mmap module does not name it
 _MADV_COLLAPSE: Final = 25  # Linux 6.1
-_HUGE_PAGE_BYTES: Final = 2 << 20  # populated at a time: the kernel holds the process's memory map for 1 to 2 ms
-_MAP_FIXED: Final = 0x10  # on every architecture that vLLM runs on; Python's mmap module does not name it
+_HUGE_PAGE_BYTES: Final = (
+    2 << 20
+)  # populated at a time: the kernel holds the process's memory map for 1 to 2 ms
+_MAP_FIXED: Final = (
+    0x10  # on every architecture that vLLM runs on; Python's mmap module does not name it
+)
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _NO_MEMORY: Final = frozenset((errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EFAULT))
 
@@ -87,13 +93,17 @@ class HostMemory:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             reap(directory)
             room = os.statvfs(directory)
-            if room.f_blocks and room.f_bavail * room.f_frsize < size_bytes:  # hugetlbfs may not say
+            if (
+                room.f_blocks and room.f_bavail * room.f_frsize < size_bytes
+            ):  # hugetlbfs may not say
                 raise OSError(errno.ENOSPC, f"{room.f_bavail * room.f_frsize:,} are free there")
             fd, path = _create_locked(directory)
         except OSError as error:
             raise _refused(error, size_bytes, directory) from error
         try:
-            whole = align_up(size_bytes, os.fstat(fd).st_blksize)  # hugetlbfs lets a file end with a page only
+            whole = align_up(
+                size_bytes, os.fstat(fd).st_blksize
+            )  # hugetlbfs lets a file end with a page only
             os.posix_fallocate(fd, 0, whole)
             return cls(fd, path, whole, name)
         except OSError as error:
@@ -113,7 +123,9 @@ class HostMemory:
                 return
             try:
                 _make_huge(self.view, offset, length)
-                if self.ref.path is None:  # a file's is, and where its file system can't, libc writes: a race
+                if (
+                    self.ref.path is None
+                ):  # a file's is, and where its file system can't, libc writes: a race
                     os.posix_fallocate(self._fd, offset, length)
             except OSError as error:
                 raise _refused(error, self.ref.size_bytes, None) from error
@@ -188,7 +200,10 @@ def populate(view: memoryview, offset: int, length: int) -> None:
     base = ctypes.c_char.from_buffer(view, offset)  # while this lives the mapping cannot go
     address = ctypes.addressof(base)
     for at in range(0, length, _HUGE_PAGE_BYTES):
-        if _libc.madvise(address + at, min(_HUGE_PAGE_BYTES, length - at), _MADV_POPULATE_WRITE) != 0:
+        if (
+            _libc.madvise(address + at, min(_HUGE_PAGE_BYTES, length - at), _MADV_POPULATE_WRITE)
+            != 0
+        ):
             code = ctypes.get_errno()
             if code not in _NO_MEMORY:
                 return
@@ -202,7 +217,9 @@ def _make_huge(view: memoryview, offset: int, length: int) -> None:
     base = ctypes.c_char.from_buffer(view, offset)
     begin = align_up(ctypes.addressof(base), _HUGE_PAGE_BYTES)
     length = (ctypes.addressof(base) + length - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    for at in range(begin, begin + length, _HUGE_PAGE_BYTES):  # one that has no page at all is not collapsed
+    for at in range(
+        begin, begin + length, _HUGE_PAGE_BYTES
+    ):  # one that has no page at all is not collapsed
         _libc.madvise(at, ALIGN, _MADV_POPULATE_WRITE)
     if length > 0:
         _libc.madvise(begin, length, _MADV_COLLAPSE)
@@ -262,7 +279,9 @@ def _same_file(fd: int, path: str) -> bool:
 
 
 def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):  # already gone, or no longer ours to remove: the next start reaps it
+    with contextlib.suppress(
+        OSError
+    ):  # already gone, or no longer ours to remove: the next start reaps it
         os.unlink(path)
 
 
@@ -281,10 +300,14 @@ def _map(fd: int, size_bytes: int) -> memoryview:
     begin = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     at = align_up(begin, alignment)
     memory = (ctypes.c_char * size_bytes).from_address(at)
-    weakref.finalize(memory, _libc.munmap, begin, room).atexit = False  # a thread may still be copying
+    weakref.finalize(
+        memory, _libc.munmap, begin, room
+    ).atexit = False  # a thread may still be copying
     weakref.finalize(memory, os.close, os.dup(fd)).atexit = False
     _mmap(at, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
-    _libc.madvise(at, size_bytes, mmap.MADV_HUGEPAGE)  # a kernel that cannot collapse may have them all the same
+    _libc.madvise(
+        at, size_bytes, mmap.MADV_HUGEPAGE
+    )  # a kernel that cannot collapse may have them all the same
     return memoryview(memory).cast("B")
 
 
@@ -297,19 +320,30 @@ def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int
 
 def _refused(error: OSError, size_bytes: int, directory: str | None) -> PoolError:
     if directory is not None and error.errno not in _NO_MEMORY:
-        return PoolError(f"pool_dir={directory!r}: cannot create a pool file there ({error}): set another directory")
+        return PoolError(
+            f"pool_dir={directory!r}: cannot create a pool file there ({error}): set another directory"
+        )
     where = "of memory" if directory is None else f"in pool_dir={directory!r}"
     fix = "set memory.size lower, or free memory (an earlier engine may still be running)"
     if directory is not None:
         fix += "; for /dev/shm in a container raise its size with --shm-size"
-    return PoolError(f"memory.size: no {size_bytes:,} bytes {where} for the pool ({error.strerror}): {fix}")
+    return PoolError(
+        f"memory.size: no {size_bytes:,} bytes {where} for the pool ({error.strerror}): {fix}"
+    )
 
 
 def _load_libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    )
     libc.mmap.restype = ctypes.c_void_p
     libc.madvise.restype = ctypes.c_int
     return libc

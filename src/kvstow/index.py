@@ -78,7 +78,11 @@ class Index:
         """Indices of the keys of which no exact copy is resident or being filled in."""
         resident, filling, lossy = self._resident, self._filling, self._lossy
         if lossy:
-            return [i for i, key in enumerate(keys) if (key not in resident or key in lossy) and key not in filling]
+            return [
+                i
+                for i, key in enumerate(keys)
+                if (key not in resident or key in lossy) and key not in filling
+            ]
         return [i for i, key in enumerate(keys) if key not in resident and key not in filling]
 
     def lookup(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
@@ -119,7 +123,9 @@ class Index:
             self._lossy.discard(victim)
             self._metrics.count("evicted_chunks", tier=self._pool.tier)
             lease = self._pool.reserve(key.group)
-        self._filling[key] = self._by_slot[lease.slot] = Filling(key, lease, parent, tokens, fetching)
+        self._filling[key] = self._by_slot[lease.slot] = Filling(
+            key, lease, parent, tokens, fetching
+        )
         self.reserved += not fetching
         lease.key = key
         lease.on_abort = self._forget

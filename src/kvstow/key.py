@@ -55,7 +55,9 @@ class ChunkKey(bytes):
     @classmethod
     def build(cls, namespace: Namespace, group: int, prefix_hash: bytes) -> ChunkKey:
         if len(namespace) != NAMESPACE_BYTES or not 1 <= len(prefix_hash) <= MAX_PREFIX_HASH_BYTES:
-            raise ValueError(f"namespace of {len(namespace)} bytes, prefix hash of {len(prefix_hash)} bytes")
+            raise ValueError(
+                f"namespace of {len(namespace)} bytes, prefix hash of {len(prefix_hash)} bytes"
+            )
         return cls(namespace + group.to_bytes(GROUP_BYTES, "little") + prefix_hash)
 
     @property
@@ -84,7 +86,11 @@ def _digest(key: bytes) -> bytes:
 
 
 def chunk_keys(
-    namespace: Namespace, group: int, block_hashes: Sequence[bytes], hashes_per_chunk: int, start: int = 0
+    namespace: Namespace,
+    group: int,
+    block_hashes: Sequence[bytes],
+    hashes_per_chunk: int,
+    start: int = 0,
 ) -> list[ChunkKey]:
     """Keys of the full chunks ``start, start + 1, ...`` of a prompt.
 

@@ -21,9 +21,27 @@ A series is ``name|label value|...`` in the order of the table's labels. Only di
 
 SEPARATOR: Final = "|"
 OTHER: Final = "other"
-MAX_SERIES: Final = 64  # a metric's label values; a bound on the exporter's memory, far above what tiers need
+MAX_SERIES: Final = (
+    64  # a metric's label values; a bound on the exporter's memory, far above what tiers need
+)
 
-SECONDS_BUCKETS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+SECONDS_BUCKETS: Final = (
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+)
 BYTES_BUCKETS: Final = tuple(float(1 << n) for n in range(16, 35, 2))  # 64 KiB to 16 GiB
 
 _INFINITY: Final = float("inf")
@@ -57,44 +75,74 @@ def _histogram(help_: str, buckets: tuple[float, ...], *labels: str) -> MetricSp
 
 
 METRICS: Final[Mapping[str, MetricSpec]] = {
-    "requested_tokens": _counter("Prompt tokens of requests that asked the cache, the engine's own hits excluded."),
-    "hit_tokens": _counter("Prompt tokens restored instead of computed, by the tier they came from.", "tier"),
+    "requested_tokens": _counter(
+        "Prompt tokens of requests that asked the cache, the engine's own hits excluded."
+    ),
+    "hit_tokens": _counter(
+        "Prompt tokens restored instead of computed, by the tier they came from.", "tier"
+    ),
     "hit_chunks": _counter("Chunks found, by the tier they came from.", "tier"),
     "miss_chunks": _counter("Full chunks asked for and not found in any tier."),
     "stored_chunks": _counter("Chunks written to a tier and findable there.", "tier"),
     "stored_bytes": _counter("Bytes of the chunks written to a tier.", "tier"),
-    "stored_raw_bytes": _counter("Bytes of the same chunks before the tier's codec made them smaller.", "tier"),
+    "stored_raw_bytes": _counter(
+        "Bytes of the same chunks before the tier's codec made them smaller.", "tier"
+    ),
     "loaded_chunks": _counter("Chunks read from a tier and used.", "tier"),
     "loaded_bytes": _counter("Bytes of the chunks read from a tier and used.", "tier"),
     "evicted_chunks": _counter("Chunks that a tier dropped to make room.", "tier"),
     "refused_chunks": _counter("Chunks that a tier did not take, by reason.", "tier", "reason"),
-    "failed_chunks": _counter("Chunks whose transfer failed, by reason. Each is a miss, recomputed.", "tier", "reason"),
-    "corrupt_chunks": _counter("Chunks that failed their check when read. Each is a miss and is dropped.", "tier"),
+    "failed_chunks": _counter(
+        "Chunks whose transfer failed, by reason. Each is a miss, recomputed.", "tier", "reason"
+    ),
+    "corrupt_chunks": _counter(
+        "Chunks that failed their check when read. Each is a miss and is dropped.", "tier"
+    ),
     "fetch_deadline_exceeded": _counter("Fetches that a request stopped waiting for.", "tier"),
     "fetch_decisions": _counter("Decisions to load or to compute, by tier.", "tier", "decision"),
-    "fetch_extensions": _counter("Times that a request went on waiting because its fetch made progress."),
+    "fetch_extensions": _counter(
+        "Times that a request went on waiting because its fetch made progress."
+    ),
     "waits": _counter("Requests that waited for a fetch."),
-    "encode_seconds": _counter("Seconds of worker threads that a tier's codec took to encode chunks.", "tier"),
-    "decode_seconds": _counter("Seconds of worker threads that a tier's codec took to decode chunks.", "tier"),
-    "store_seconds": _histogram("Seconds to store a batch of chunks in a tier.", SECONDS_BUCKETS, "tier"),
-    "load_seconds": _histogram("Seconds to load a batch of chunks from a tier.", SECONDS_BUCKETS, "tier"),
-    "store_size_bytes": _histogram("Bytes of a batch of chunks stored in a tier.", BYTES_BUCKETS, "tier"),
-    "load_size_bytes": _histogram("Bytes of a batch of chunks loaded from a tier.", BYTES_BUCKETS, "tier"),
+    "encode_seconds": _counter(
+        "Seconds of worker threads that a tier's codec took to encode chunks.", "tier"
+    ),
+    "decode_seconds": _counter(
+        "Seconds of worker threads that a tier's codec took to decode chunks.", "tier"
+    ),
+    "store_seconds": _histogram(
+        "Seconds to store a batch of chunks in a tier.", SECONDS_BUCKETS, "tier"
+    ),
+    "load_seconds": _histogram(
+        "Seconds to load a batch of chunks from a tier.", SECONDS_BUCKETS, "tier"
+    ),
+    "store_size_bytes": _histogram(
+        "Bytes of a batch of chunks stored in a tier.", BYTES_BUCKETS, "tier"
+    ),
+    "load_size_bytes": _histogram(
+        "Bytes of a batch of chunks loaded from a tier.", BYTES_BUCKETS, "tier"
+    ),
     "wait_seconds": _histogram("Seconds that a request waited for a fetch.", SECONDS_BUCKETS),
     "chunk_tokens": _gauge("Tokens of a chunk: what is stored, found and restored together."),
     "prefill_seconds_per_token": _gauge("Seconds to compute a prompt token, as learned."),
     "load_fixed_seconds": _gauge("Seconds that any read of a tier takes, as learned.", "tier"),
-    "load_seconds_per_byte": _gauge("Seconds that a byte of a read adds, as learned, its queue included.", "tier"),
+    "load_seconds_per_byte": _gauge(
+        "Seconds that a byte of a read adds, as learned, its queue included.", "tier"
+    ),
     "pool_used_bytes": _gauge("Bytes of the host pool in use."),
     "pool_capacity_bytes": _gauge("Bytes of the host pool."),
     "pool_leased_slots": _gauge("Slots of the host pool that are pinned by a lease."),
     "direct_used_bytes": _gauge("Bytes of direct storage in use."),
     "direct_capacity_bytes": _gauge("Bytes of direct storage."),
     "direct_leased_slots": _gauge("Slots of direct storage that are pinned by a lease."),
-    "direct_engine": _gauge("Which engine direct storage runs on: 1 of the one that does.", "engine"),
+    "direct_engine": _gauge(
+        "Which engine direct storage runs on: 1 of the one that does.", "engine"
+    ),
     "queued_bytes": _gauge("Bytes waiting to be written to a tier.", "tier"),
     "tier_state": _gauge("A tier's breaker: 0 serving, 1 being probed, 2 open (bypassed).", "tier"),
-    "tier_paths_down": _gauge("Directories of a tier that are out of use; chunks spread to them are misses.", "tier"),
+    "tier_paths_down": _gauge(
+        "Directories of a tier that are out of use; chunks spread to them are misses.", "tier"
+    ),
 }
 
 
@@ -167,14 +215,21 @@ class Metrics:
         """The series of a metric and its label values, remembered under ``key``."""
         spec = METRICS[name]
         if spec.kind != kind or labels.keys() != set(spec.labels):
-            raise KeyError(f"{name} is a {spec.kind} with labels {spec.labels}; used as {kind} with {tuple(labels)}")
-        values = [labels[label] if _LABEL_VALUE.fullmatch(labels[label]) else OTHER for label in spec.labels]
+            raise KeyError(
+                f"{name} is a {spec.kind} with labels {spec.labels}; used as {kind} with {tuple(labels)}"
+            )
+        values = [
+            labels[label] if _LABEL_VALUE.fullmatch(labels[label]) else OTHER
+            for label in spec.labels
+        ]
         series = SEPARATOR.join((name, *values))
         known = self._known.setdefault(name, set())
         if series not in known and len(known) >= MAX_SERIES:
             return SEPARATOR.join((name, *(OTHER for _ in spec.labels)))
         known.add(series)
-        if len(self._series) < MAX_SERIES * len(METRICS):  # a cache: what isn't in it is opened each time
+        if len(self._series) < MAX_SERIES * len(
+            METRICS
+        ):  # a cache: what isn't in it is opened each time
             self._series[key] = series
         return series
 

@@ -14,7 +14,9 @@ from kvstow.slots import Lease, Slots, SlotState
 
 __all__ = ["HostPool", "Lease", "PoolError", "PoolRef", "SlotState", "map_pool", "populate"]
 
-PIECE_BYTES: Final = 64 << 20  # one prefault: 5 to 15 ms, 150 where a virtual machine's host must find the memory
+PIECE_BYTES: Final = (
+    64 << 20
+)  # one prefault: 5 to 15 ms, 150 where a virtual machine's host must find the memory
 
 map_pool = map_memory
 
@@ -25,7 +27,9 @@ class HostPool(Slots):
     tier: ClassVar[str] = "memory"
     gauges: ClassVar[str] = "pool"
 
-    def __init__(self, layout: ChunkLayout, memory: HostMemory, slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, layout: ChunkLayout, memory: HostMemory, slots: int, slot_bytes: int
+    ) -> None:
         super().__init__(slots, slot_bytes)
         self._layout = layout
         self._memory = memory
@@ -34,7 +38,9 @@ class HostPool(Slots):
         self.closed = memory.closed  # an event, for threads that work on the memory
 
     @classmethod
-    def create(cls, layout: ChunkLayout, capacity_bytes: int, *, name: str, pool_dir: str | None = None) -> HostPool:
+    def create(
+        cls, layout: ChunkLayout, capacity_bytes: int, *, name: str, pool_dir: str | None = None
+    ) -> HostPool:
         """A pool of at most ``capacity_bytes``, on a memfd or, with ``pool_dir``, in a file there.
 
         The caller has compared ``capacity_bytes`` with the memory that is free. Raises ``PoolError``.
@@ -47,7 +53,11 @@ class HostPool(Slots):
                 f"({layout.chunk_tokens} tokens): set memory.size to several chunks, or chunk_size lower"
             )
         size = slots * slot_bytes
-        memory = HostMemory.in_directory(size, name, pool_dir) if pool_dir else HostMemory.anonymous(size, name)
+        memory = (
+            HostMemory.in_directory(size, name, pool_dir)
+            if pool_dir
+            else HostMemory.anonymous(size, name)
+        )
         return cls(layout, memory, slots, slot_bytes)
 
     @property
@@ -63,7 +73,11 @@ class HostPool(Slots):
         """
         offset = piece * PIECE_BYTES
         length = min(PIECE_BYTES, self.capacity_bytes - offset)
-        if available_bytes is not None and self.ref.path is None and (available := available_bytes()) < length:
+        if (
+            available_bytes is not None
+            and self.ref.path is None
+            and (available := available_bytes()) < length
+        ):
             raise PoolError(
                 f"memory.size: {available:,} bytes of memory are left after {offset:,} of the pool's "
                 f"{self.capacity_bytes:,}: set memory.size lower, or free memory (an earlier engine may still run)"

@@ -13,7 +13,9 @@ from kvstow.errors import KVStowError
 T = TypeVar("T")
 
 MAX_REST_S: Final = 2.0
-DEFAULT_QUEUE_LIMIT: Final = 1024  # a piece of work moves a chunk (some MiB): more than this queued is minutes of I/O
+DEFAULT_QUEUE_LIMIT: Final = (
+    1024  # a piece of work moves a chunk (some MiB): more than this queued is minutes of I/O
+)
 
 
 class WorkDropped(KVStowError):
@@ -93,7 +95,9 @@ class Work:
 
     __slots__ = ("_error", "_then", "_value", "_work")
 
-    def __init__(self, work: Callable[[], Any], then: Callable[[Any, BaseException | None], None]) -> None:
+    def __init__(
+        self, work: Callable[[], Any], then: Callable[[Any, BaseException | None], None]
+    ) -> None:
         self._work: Callable[[], Any] | None = work
         self._then = then
         self._value: Any = None
@@ -104,8 +108,14 @@ class Work:
         assert self._work is not None, "work runs once"
         try:
             self._value = self._work()
-        except BaseException as error:  # the owner's thread decides what any fault means, SystemExit included
-            self._error = error if _can_be_said(error) else KVStowError(f"{type(error).__name__}, which can't be said")
+        except (
+            BaseException
+        ) as error:  # the owner's thread decides what any fault means, SystemExit included
+            self._error = (
+                error
+                if _can_be_said(error)
+                else KVStowError(f"{type(error).__name__}, which can't be said")
+            )
         self._work = None
 
     def drop(self) -> None:
@@ -136,7 +146,9 @@ class ThreadExecutor:
 
     def __init__(self, name: str, threads: int = 1, queue_limit: int = DEFAULT_QUEUE_LIMIT) -> None:
         if threads < 1 or queue_limit < 1:
-            raise ValueError(f"executor {name}: {threads} threads, queue of {queue_limit}: both must be at least 1")
+            raise ValueError(
+                f"executor {name}: {threads} threads, queue of {queue_limit}: both must be at least 1"
+            )
         self._queue_limit = queue_limit
         self._urgent: deque[Work] = deque()
         self._background: deque[Work] = deque()
@@ -147,7 +159,8 @@ class ThreadExecutor:
         self._queued = threading.Condition(lock)
         self._ended = threading.Condition(lock)
         self._threads = [
-            threading.Thread(target=self._loop, name=f"kvstow-{name}-{i}", daemon=True) for i in range(threads)
+            threading.Thread(target=self._loop, name=f"kvstow-{name}-{i}", daemon=True)
+            for i in range(threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -210,7 +223,9 @@ class ThreadExecutor:
             work.run()
             with self._ended:
                 self._done.append(work)
-                del work  # an idle thread must not keep the last result, and the memory it views, alive
+                del (
+                    work
+                )  # an idle thread must not keep the last result, and the memory it views, alive
                 self._ended.notify_all()
 
 

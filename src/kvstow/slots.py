@@ -86,7 +86,10 @@ class Lease:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.release()
 
@@ -160,12 +163,16 @@ class Slots:
         """Assert that every slot is accounted for exactly once."""
         assert len(self._free) == len(set(self._free)), "a slot is free twice"
         free = {slot for slot, state in enumerate(self._state) if state is SlotState.FREE}
-        assert free == set(self._free), f"free list and states differ in {sorted(free ^ set(self._free))}"
+        assert free == set(self._free), (
+            f"free list and states differ in {sorted(free ^ set(self._free))}"
+        )
         assert all(pins >= 0 for pins in self._pins), "more releases than leases"
         assert self._leased == sum(pins > 0 for pins in self._pins), "count of leased slots is off"
         for slot, (state, pins) in enumerate(zip(self._state, self._pins, strict=True)):
             assert state is not SlotState.FREE or not pins, f"slot {slot} is free and leased"
-            assert pins or state in (SlotState.FREE, SlotState.COMMITTED), f"slot {slot} is {state.value}, unleased"
+            assert pins or state in (SlotState.FREE, SlotState.COMMITTED), (
+                f"slot {slot} is {state.value}, unleased"
+            )
 
     def poll(self) -> None:
         """The owner's thread passes by, once a step."""

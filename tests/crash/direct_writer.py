@@ -41,11 +41,19 @@ class Node:
     """The scheduler's and both workers' part in one process."""
 
     def __init__(self, path: str) -> None:
-        settings = Settings(direct=Direct(engine="file", path=(path,), size=64 << 20, max_chunks=SLOTS))
+        settings = Settings(
+            direct=Direct(engine="file", path=(path,), size=64 << 20, max_chunks=SLOTS)
+        )
         self.extents: Extents
         self.engine: Engine
         self.extents, ref, self.engine = build.build_direct(
-            settings, LAYOUT, ranks=2, engine=0, not_persistent=None, clock=SystemClock(), metrics=Metrics()
+            settings,
+            LAYOUT,
+            ranks=2,
+            engine=0,
+            not_persistent=None,
+            clock=SystemClock(),
+            metrics=Metrics(),
         )
         self.media: list[FileMedia] = [build.file_media(ref, shard) for shard in (0, 1)]
 

@@ -39,7 +39,9 @@ def open_store(path: str, size_bytes: int) -> DiskStore:
 def wrong(store: DiskStore, i: int, buffer: memoryview) -> bool:
     """Whether a read gives anything but the exact value or a miss."""
     [outcome] = store.read([(key_of(i), buffer)])
-    return isinstance(outcome, Done) and (outcome.length != CHUNK or bytes(buffer[:CHUNK]) != value_of(i))
+    return isinstance(outcome, Done) and (
+        outcome.length != CHUNK or bytes(buffer[:CHUNK]) != value_of(i)
+    )
 
 
 def operate(path: str, seed: int) -> None:

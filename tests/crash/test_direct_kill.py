@@ -23,7 +23,9 @@ def rounds(path: Path, count: int) -> list[int]:
     there: list[int] = []
     for seed in range(count):
         command = [sys.executable, "-m", "tests.crash.direct_writer", str(path), str(seed)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        ) as process:
             assert process.stdout is not None
             try:
                 if seed % 5:  # else it may be killed while it formats or opens its files

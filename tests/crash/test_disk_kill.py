@@ -25,7 +25,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(path: Path, seed: int, *role: str, size_bytes: int = SIZE_BYTES) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.crash.disk_writer", str(path), str(size_bytes), str(seed), *role]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.crash.disk_writer",
+        str(path),
+        str(size_bytes),
+        str(seed),
+        *role,
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
 
@@ -54,11 +62,16 @@ def rounds(path: Path, count: int) -> int:
                 assert process.stdout is not None
                 assert process.stdout.readline() == "ready\n"
             pause.wait(rng.uniform(0.02, 0.3))
-            dying = [running.pop(rng.randrange(len(running))) for _ in range(rng.randrange(1, PROCESSES + 1))]
+            dying = [
+                running.pop(rng.randrange(len(running)))
+                for _ in range(rng.randrange(1, PROCESSES + 1))
+            ]
             for process in dying:
                 process.kill()
             dead = [said(process) for process in dying if process.wait() or True]
-            assert not [line for text in dead for line in text.splitlines() if line.startswith("wrong")]
+            assert not [
+                line for text in dead for line in text.splitlines() if line.startswith("wrong")
+            ]
             assert stopped_usage(path, running) <= SIZE_BYTES + PROCESSES * CHUNK
             exact = check(path, buffer, alone=not running)
     finally:
@@ -140,11 +153,19 @@ def test_i7_killed_beside_an_operator_while_somebody_damages_the_directory(tmp_p
             for _ in range(6):
                 pause.wait(rng.uniform(0.02, 0.1))
                 damage(tmp_path, rng)
-            dying = [operator, *(running.pop(rng.randrange(len(running))) for _ in range(rng.randrange(1, PROCESSES)))]
+            dying = [
+                operator,
+                *(
+                    running.pop(rng.randrange(len(running)))
+                    for _ in range(rng.randrange(1, PROCESSES))
+                ),
+            ]
             for process in dying:
                 process.kill()
             dead = [said(process) for process in dying if process.wait() or True]
-            assert not [line for text in dead for line in text.splitlines() if line.startswith("wrong")]
+            assert not [
+                line for text in dead for line in text.splitlines() if line.startswith("wrong")
+            ]
             assert stopped_usage(tmp_path, running) <= SIZE_BYTES + PROCESSES * CHUNK
     finally:
         for process in running:

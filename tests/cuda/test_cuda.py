@@ -16,9 +16,14 @@ from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.testing.device_suite import DeviceSuite, Host
 from kvstow.testing.kv_layouts import Built
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
-BUSY_SIZE = 4096  # a matrix product of this size keeps a GPU busy for far longer than a copy takes to start
+BUSY_SIZE = (
+    4096  # a matrix product of this size keeps a GPU busy for far longer than a copy takes to start
+)
 
 
 def vllm_batch_copy() -> BatchCopy | None:
@@ -51,7 +56,9 @@ class TestAccelerator(CudaAccelerator):
                 return Segments(*(column[: len(column) // 2] for column in segments))
         return None
 
-    def copy(self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool) -> None:
+    def copy(
+        self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
+    ) -> None:
         half = self._half(segments)
         super().copy(stream, half or segments, pool, arena, load=load)
         if half is not None:
@@ -113,7 +120,9 @@ def test_a5_order_under_load(op: str, pins: bool) -> None:
     if op == "vllm" and batch_copy is None:
         pytest.skip("vLLM's batched copy op is not here")
     suite = CudaSuite()
-    device = CudaDevice(ThreadExecutor("copy"), SystemClock(), accelerator=TestAccelerator(batch_copy, None, pins))
+    device = CudaDevice(
+        ThreadExecutor("copy"), SystemClock(), accelerator=TestAccelerator(batch_copy, None, pins)
+    )
     built = suite.build("packed_lbhnc", blocks=64, tokens=128, heads=8, size=128, layers=4)
     caches = [cache for cache in built.caches.values() if isinstance(cache, torch.Tensor)]
     [pages] = device.attach(built.caches, [built.specs])
@@ -144,13 +153,17 @@ def test_a5_order_under_load(op: str, pins: bool) -> None:
         device.copy_out(2 * number, [Transfer(host.place(0), [source])])
         suite.good(device, 2 * number)
         stored = torch.frombuffer(bytearray(host.payload(0)), dtype=torch.float32)
-        assert bool((stored == number).all()), f"round {number}: the store did not wait for the kernel"
+        assert bool((stored == number).all()), (
+            f"round {number}: the store did not wait for the kernel"
+        )
 
         zero = torch.nan_to_num(long_kernel())
         for i, cache in enumerate(caches):
             seen[i] = cache[target].max() + zero
         device.copy_in(2 * number + 1, [Transfer(host.place(0), [target])])
         suite.good(device, 2 * number + 1)
-        assert bool((seen == -number).all()), f"round {number}: the load did not wait for the last reader"
+        assert bool((seen == -number).all()), (
+            f"round {number}: the load did not wait for the last reader"
+        )
         assert all(bool((cache[target] == number).all()) for cache in caches)
     device.close()

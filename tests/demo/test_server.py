@@ -60,7 +60,9 @@ def assert_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
-def test_stop_ends_children_that_ignore_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_ends_children_that_ignore_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with server(tmp_path, GOOD, monkeypatch) as running:
         pid = running.pid
         assert len(session(pid)) == 2
@@ -68,14 +70,18 @@ def test_stop_ends_children_that_ignore_sigterm(tmp_path: Path, monkeypatch: pyt
     assert_gone(pid)
 
 
-def test_stop_ends_orphans_of_a_killed_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_ends_orphans_of_a_killed_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with server(tmp_path, GOOD, monkeypatch) as running:
         pid = running.pid
         os.kill(pid, signal.SIGKILL)
     assert_gone(pid)
 
 
-def test_the_callers_proxy_and_settings_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callers_proxy_and_settings_do_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("KVSTOW_MEMORY_SIZE", "LMCACHE_CHUNK_SIZE", "VLLM_PLUGINS"):
@@ -87,7 +93,9 @@ def test_the_callers_proxy_and_settings_do_not_matter(tmp_path: Path, monkeypatc
     assert "nonsense" not in engine_environment().values()
 
 
-def test_a_server_that_ends_while_starting_is_diagnosed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_while_starting_is_diagnosed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ServerError) as caught, server(tmp_path, BAD, monkeypatch):
         pass
     assert "ValueError: Unsupported connector type: Nothing" in str(caught.value)

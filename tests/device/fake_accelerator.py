@@ -112,13 +112,23 @@ class FakeAccelerator:
         self._check()
         return event.complete
 
-    def copy(self, stream: FakeStream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool) -> None:
+    def copy(
+        self,
+        stream: FakeStream,
+        segments: Segments,
+        pool: torch.Tensor,
+        arena: Arena,
+        *,
+        load: bool,
+    ) -> None:
         self._check()
         self.log.append(("copy_in" if load else "copy_out", stream.name))
         base = pool.data_ptr()
         ranges = list(zip(*(column.tolist() for column in segments), strict=True))
         for _, host, size in ranges:
-            assert any(a <= base + host and base + host + size <= a + n for a, n in self.pieces.items()), "not pinned"
+            assert any(
+                a <= base + host and base + host + size <= a + n for a, n in self.pieces.items()
+            ), "not pinned"
         failing = self._left is not None and self._left <= 0
         if self._left is not None:
             self._left -= 1
@@ -129,7 +139,13 @@ class FakeAccelerator:
             raise RuntimeError("injected")
 
     def copy_blocking(
-        self, stream: FakeStream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
+        self,
+        stream: FakeStream,
+        segments: Segments,
+        pool: torch.Tensor,
+        arena: Arena,
+        *,
+        load: bool,
     ) -> None:
         self._check()
         self.log.append(("copy_in blocking" if load else "copy_out blocking", stream.name))

@@ -83,9 +83,13 @@ def test_a_full_queue_fails_the_ticket() -> None:
     assert [finished.ticket for finished in device.finished()] == [1]
 
 
-def test_the_pool_is_touched_piece_by_piece_beside_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_is_touched_piece_by_piece_beside_the_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     touched: list[tuple[int, int]] = []
-    monkeypatch.setattr(cpu, "populate", lambda view, offset, length: touched.append((offset, length)))
+    monkeypatch.setattr(
+        cpu, "populate", lambda view, offset, length: touched.append((offset, length))
+    )
     monkeypatch.setattr(cpu, "POPULATE_BYTES", 4096)
     toucher = ManualExecutor()
     device = CpuDevice(ManualExecutor(), ManualClock(), toucher=toucher)
@@ -144,7 +148,12 @@ def test_a_chunk_over_one_storage_is_one_call() -> None:
             assert rows.dtype == torch.complex128
             super().gather(rows, index, host)
 
-    for layout, calls in (("packed_lbhnc", 1), ("packed_blnhc", 1), ("packed_lhbnc", 1), ("kv_first", 6)):
+    for layout, calls in (
+        ("packed_lbhnc", 1),
+        ("packed_blnhc", 1),
+        ("packed_lhbnc", 1),
+        ("kv_first", 6),
+    ):
         clock, mover = ManualClock(), Counting()
         device = CpuDevice(ManualExecutor(clock, run_in_wait=True), clock, mover=mover)
         suite = TestCpuDevice()
@@ -169,6 +178,8 @@ def test_blocks_that_are_not_copied_stay() -> None:
     before = everything(built)
     device.copy_in(1, [Transfer(host.place(0), [4])])
     suite.good(device, 1)
-    changed = {block for (name, block), data in everything(built).items() if data != before[name, block]}
+    changed = {
+        block for (name, block), data in everything(built).items() if data != before[name, block]
+    }
     assert changed == {4}
     device.close()

@@ -55,7 +55,9 @@ class TestCudaOnPageableMemory(FakeCudaSuite):
 def make(**options: int) -> tuple[CudaDevice, FakeAccelerator, ManualExecutor, Built, Host]:
     clock, gpu = ManualClock(), FakeAccelerator()
     executor = ManualExecutor(clock)
-    device = CudaDevice(executor, clock, accelerator=gpu, pin_piece_bytes=PIECE, drain_timeout_s=1.0, **options)
+    device = CudaDevice(
+        executor, clock, accelerator=gpu, pin_piece_bytes=PIECE, drain_timeout_s=1.0, **options
+    )
     suite = FakeCudaSuite()
     built = suite.build("packed_lbhnc")
     _, host = suite.attach(device, built)
@@ -197,7 +199,9 @@ def test_neighbouring_blocks_are_one_range_and_none_crosses_a_piece() -> None:
     first = plan.layers[0].planes[0].data_ptr()
     assert (whole.device - first).tolist() == [3 * page, 9 * page, 15 * page, 21 * page]
     cut = GroupAddresses(plan).segments(move, 4096 + 64)
-    assert all(at // 4160 == (at + size - 1) // 4160 for at, size in zip(cut.host, cut.sizes, strict=True))
+    assert all(
+        at // 4160 == (at + size - 1) // 4160 for at, size in zip(cut.host, cut.sizes, strict=True)
+    )
     assert cut.total_bytes == whole.total_bytes == 8 * page
     assert cut.host_end == whole.host_end == 4096 + 8 * page
     joined = sorted(zip(cut.host.tolist(), cut.device.tolist(), cut.sizes.tolist(), strict=True))

@@ -32,7 +32,9 @@ class Engine:
         self.gpu = FakeAccelerator(seed, deaf=deaf)
         self.gpu.pin_limit = None if pinned else 0
         self.device = CudaDevice(executor, clock, accelerator=self.gpu, pin_piece_bytes=4096)
-        self.built: Built = DeviceSuite().build("kv_first", blocks=BLOCKS, layers=2, heads=1, tokens=4)
+        self.built: Built = DeviceSuite().build(
+            "kv_first", blocks=BLOCKS, layers=2, heads=1, tokens=4
+        )
         [pages] = self.device.attach(self.built.caches, [self.built.specs])
         self.host = Host(pages.block_bytes, SLOTS)
         self.device.map_pool(self.host.memory, 0)
@@ -109,12 +111,16 @@ class Engine:
             full = [slot for slot in range(SLOTS) if slot not in storing and self.slots[slot] > 0]
             for block in self.random.sample(free, len(free) // 2):
                 self.random.choice((self.read, self.write))(block)
-            empty = [slot for slot in range(SLOTS) if slot not in storing and not self._loading(slot)]
+            empty = [
+                slot for slot in range(SLOTS) if slot not in storing and not self._loading(slot)
+            ]
             if free and empty:
                 self.store(self.random.choice(free), self.random.choice(empty))
                 storing = {slot for _, slot, _ in self.stores.values()}
             full = [slot for slot in full if slot not in storing]
-            free = [block for block in free if not any(of == block for of, _, _ in self.stores.values())]
+            free = [
+                block for block in free if not any(of == block for of, _, _ in self.stores.values())
+            ]
             if free and full:
                 self.load(self.random.choice(full), self.random.choice(free))
             for _ in range(self.random.randrange(12)):

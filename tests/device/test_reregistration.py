@@ -42,7 +42,9 @@ def test_o6_copies_end_before_the_old_memory_goes_and_later_ones_know_only_the_n
     gone = [weakref.ref(cache) for cache in old.caches.values()]
     del old
     gc.collect()
-    assert [ref() for ref in gone] == [None] * len(gone), "the device keeps nothing of the old memory"
+    assert [ref() for ref in gone] == [None] * len(gone), (
+        "the device keeps nothing of the old memory"
+    )
 
     device.copy_out(2, [Transfer(host.place(1), [3])])
     device.fence([1, 2])

@@ -68,7 +68,9 @@ class Rank:
         raise AssertionError("the transfer does not end")
 
     def bytes_of(self, blocks: Sequence[int]) -> bytes:
-        return b"".join(block_bytes(self.built, name, block) for block in blocks for name in self.built.specs)
+        return b"".join(
+            block_bytes(self.built, name, block) for block in blocks for name in self.built.specs
+        )
 
 
 class Rig:
@@ -77,7 +79,12 @@ class Rig:
     make_rank: ClassVar[type[Rank]] = Rank
 
     def __init__(
-        self, folder: Path | str | None, ranks: int = 2, *, size: int | None = 4 << 20, **direct: object
+        self,
+        folder: Path | str | None,
+        ranks: int = 2,
+        *,
+        size: int | None = 4 << 20,
+        **direct: object,
     ) -> None:
         self.ranks = [self.make_rank(shard, Shape(blocks=BLOCKS)) for shard in range(ranks)]
         block_bytes_ = tuple(rank.pages.block_bytes for rank in self.ranks)
@@ -87,11 +94,19 @@ class Rig:
         self.settings = Settings(direct=Direct(**options))  # type: ignore[arg-type]
         self.metrics = Metrics()
         self.extents, self.ref, self.engine = build.build_direct(
-            self.settings, self.layout, ranks=ranks, engine=0, not_persistent=None, clock=SystemClock(),
-            metrics=self.metrics, lock_timeout_s=0.5,
-        )  # fmt: skip
+            self.settings,
+            self.layout,
+            ranks=ranks,
+            engine=0,
+            not_persistent=None,
+            clock=SystemClock(),
+            metrics=self.metrics,
+            lock_timeout_s=0.5,
+        )
         for rank in self.ranks:
-            rank.device = open_direct(rank.inner, self.ref, rank.shard, torch.device(rank.torch_device))
+            rank.device = open_direct(
+                rank.inner, self.ref, rank.shard, torch.device(rank.torch_device)
+            )
 
     def store(self, chunks: dict[int, Sequence[int]]) -> list[Finished]:
         """Chunk number to the blocks that hold it on every rank. Commits what every rank has stored."""
@@ -100,7 +115,10 @@ class Rig:
             lease = self.engine.reserve(key(number), b"", self.layout.chunk_tokens)
             assert lease is not None, f"no slot for {number}"
             leases[number] = lease
-        ends = [rank.copy([(leases[n], blocks) for n, blocks in chunks.items()], load=False) for rank in self.ranks]
+        ends = [
+            rank.copy([(leases[n], blocks) for n, blocks in chunks.items()], load=False)
+            for rank in self.ranks
+        ]
         failed = {index for end in ends for index in end.failed}
         for index, lease in enumerate(leases.values()):
             if index in failed:

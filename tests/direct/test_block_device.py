@@ -25,7 +25,10 @@ def devices(tmp_path: Path) -> Iterator[tuple[str, ...]]:
         for name in ("a", "b"):
             (tmp_path / name).write_bytes(bytes(BYTES))
             done = subprocess.run(
-                ["losetup", "--find", "--show", str(tmp_path / name)], capture_output=True, text=True, check=False
+                ["losetup", "--find", "--show", str(tmp_path / name)],
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if done.returncode:
                 pytest.skip(f"no loop device: {done.stderr}")
@@ -33,7 +36,9 @@ def devices(tmp_path: Path) -> Iterator[tuple[str, ...]]:
         yield tuple(made)
     finally:
         for device in made:
-            subprocess.run(["blockdev", "--setrw", device], check=False)  # a loop device keeps it beyond its file
+            subprocess.run(
+                ["blockdev", "--setrw", device], check=False
+            )  # a loop device keeps it beyond its file
             subprocess.run(["losetup", "--detach", device], check=False)
 
 
@@ -48,7 +53,9 @@ def test_whole_devices_with_consent(devices: tuple[str, ...]) -> None:
     rig.store(chunks)
     rig.close()
     again = Rig(None, path=devices, size=None)
-    assert again.found(*chunks) == list(chunks), "ours now: no consent is needed, and nothing is lost"
+    assert again.found(*chunks) == list(chunks), (
+        "ours now: no consent is needed, and nothing is lost"
+    )
     targets = dict(enumerate(shuffled(8, 2)))
     assert [end.failed for end in again.load(targets)] == [(), ()]
     assert again.ranks[1].bytes_of(targets[5]) == before
@@ -59,7 +66,9 @@ def test_whole_devices_with_consent(devices: tuple[str, ...]) -> None:
 
 def test_a_device_that_is_read_only(devices: tuple[str, ...]) -> None:
     subprocess.run(["blockdev", "--setro", devices[1]], check=True)
-    with pytest.raises(SettingsError, match=rf"{devices[1]} can't be (used|opened): .*not permitted"):
+    with pytest.raises(
+        SettingsError, match=rf"{devices[1]} can't be (used|opened): .*not permitted"
+    ):
         Rig(None, path=devices, size=None, format=True)
     subprocess.run(["blockdev", "--setrw", devices[1]], check=True)
     Rig(None, path=devices, size=None, format=True).close()
@@ -74,7 +83,9 @@ def test_a_device_that_becomes_read_only(devices: tuple[str, ...]) -> None:
         subprocess.run(["blockdev", "--setro", device], check=True)
     ends = rig.store({3: (4, 5)})
     assert [end.failed for end in rig.load({1: (8, 9), 2: (10, 11)})] == [(), ()]
-    if any(end.failed for end in ends):  # a kernel may let a descriptor that was there before write on
+    if any(
+        end.failed for end in ends
+    ):  # a kernel may let a descriptor that was there before write on
         assert rig.found(1, 2, 3) == [1, 2]
     rig.settle()
     for device in devices:

@@ -30,7 +30,12 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     os.truncate(image, BYTES)
     folder.mkdir()
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    done = subprocess.run(["mount", "-o", "loop", str(image), str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", "-o", "loop", str(image), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip(f"no loop device can be mounted: {done.stderr}")
     try:
@@ -51,7 +56,9 @@ def frozen(folder: Path) -> Iterator[None]:
 
 def test_k7_a_filesystem_that_is_full(mounted: Path) -> None:
     """Too small is found out at the start. What others take later is not direct storage's: its own it has."""
-    with pytest.raises(SettingsError, match=r"direct\.size: no [\d,]+ bytes .*set direct\.size lower"):
+    with pytest.raises(
+        SettingsError, match=r"direct\.size: no [\d,]+ bytes .*set direct\.size lower"
+    ):
         Rig(mounted / "kv", size=2 * BYTES)
     rig = Rig(mounted / "kv", size=8 << 20)
     room = os.statvfs(mounted)

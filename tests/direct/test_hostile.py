@@ -70,7 +70,10 @@ def test_a12_files_swapped_between_ranks_while_the_engine_runs(tmp_path: Path) -
     assert sizes[0] == sizes[1]
     for number in CHUNKS:
         at = [extent(rig, shard, slot_of(rig, number)) for shard in (0, 1)]
-        parts = [path.read_bytes()[offset : offset + sizes[0]] for path, offset in zip((one, two), at, strict=True)]
+        parts = [
+            path.read_bytes()[offset : offset + sizes[0]]
+            for path, offset in zip((one, two), at, strict=True)
+        ]
         for path, offset, part in zip((one, two), at, reversed(parts), strict=True):
             with path.open("r+b") as file:
                 file.seek(offset)
@@ -131,7 +134,9 @@ def _superblock(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_truncate, _records])
-def test_harm_to_a_file_before_a_start_is_misses(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+def test_harm_to_a_file_before_a_start_is_misses(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
     rig = Rig(tmp_path)
     rig.store(CHUNKS)
     rig.close()
@@ -186,9 +191,13 @@ def test_no_room_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("kvstow.direct.volume.os.posix_fallocate", full)
-    with pytest.raises(SettingsError, match=r"direct\.size: no [\d,]+ bytes for .*set direct\.size lower"):
+    with pytest.raises(
+        SettingsError, match=r"direct\.size: no [\d,]+ bytes for .*set direct\.size lower"
+    ):
         Rig(tmp_path)
-    assert file_of(tmp_path, 0).stat().st_size == SUPERBLOCK_BYTES, "what could be had is given back"
+    assert file_of(tmp_path, 0).stat().st_size == SUPERBLOCK_BYTES, (
+        "what could be had is given back"
+    )
     monkeypatch.undo()
     Rig(tmp_path).close()
 
@@ -277,11 +286,15 @@ def test_files_that_are_removed_while_the_engine_runs(tmp_path: Path) -> None:
     again.close()
 
 
-def test_another_model_s_chunks_are_not_found_and_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_s_chunks_are_not_found_and_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = Rig(tmp_path, max_chunks=8)
     rig.store(CHUNKS)
     rig.close()
-    monkeypatch.setattr("tests.direct.rig.NAMESPACE", Namespace.from_fields({"made by": "another model"}))
+    monkeypatch.setattr(
+        "tests.direct.rig.NAMESPACE", Namespace.from_fields({"made by": "another model"})
+    )
     other = Rig(tmp_path, max_chunks=8)
     assert other.extents.free == 0
     assert other.found(*CHUNKS) == []
@@ -296,7 +309,10 @@ def test_a_table_copied_from_another_set_promises_what_reads_do_not_confirm(tmp_
     rig.store(CHUNKS)
     rig.close(), twin.close()
     size = rig.ref.geometry.offsets[0] - SUPERBLOCK_BYTES
-    with file_of(tmp_path / "a", 0).open("rb") as theirs, file_of(tmp_path / "b", 0).open("r+b") as ours:
+    with (
+        file_of(tmp_path / "a", 0).open("rb") as theirs,
+        file_of(tmp_path / "b", 0).open("r+b") as ours,
+    ):
         theirs.seek(SUPERBLOCK_BYTES), ours.seek(SUPERBLOCK_BYTES)
         ours.write(theirs.read(size))
     again = Rig(tmp_path / "b")
@@ -377,7 +393,10 @@ def test_a_worker_that_sees_other_files_is_refused(tmp_path: Path) -> None:
     for ref, why in (
         (replace(rig.ref, set_id=bytes(16)), "isn't shard 1 of the set"),
         (replace(rig.ref, paths=rig.ref.paths[::-1]), "isn't shard 1 of the set"),
-        (replace(rig.ref, paths=("/nowhere/a", "/nowhere/b")), "can't be opened for direct I/O: No such file"),
+        (
+            replace(rig.ref, paths=("/nowhere/a", "/nowhere/b")),
+            "can't be opened for direct I/O: No such file",
+        ),
         (replace(rig.ref, engine="rds"), "rebel.rds can't be imported|serves RBLN NPUs"),
     ):
         with pytest.raises(UnsupportedError, match=why):
@@ -385,7 +404,9 @@ def test_a_worker_that_sees_other_files_is_refused(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_a_file_that_is_replaced_while_a_worker_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_replaced_while_a_worker_opens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is looked at is the file that will be used, whatever has its path by then."""
     rig = Rig(tmp_path, ranks=1)
     path = file_of(tmp_path, 0)

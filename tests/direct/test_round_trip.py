@@ -66,7 +66,9 @@ def test_the_least_recently_used_chunk_makes_room(tmp_path: Path) -> None:
     again = Rig(tmp_path, max_chunks=4)
     assert again.found(*range(6)) == [2, 3, 4, 5]
     again.store({9: (0, 1)})
-    assert again.found(*range(10)) == [3, 4, 5, 9], "after a restart the chunk stored first goes first"
+    assert again.found(*range(10)) == [3, 4, 5, 9], (
+        "after a restart the chunk stored first goes first"
+    )
     again.close()
 
 
@@ -78,9 +80,15 @@ def test_metrics_say_which_engine_it_is_and_how_full(tmp_path: Path) -> None:
     taken = rig.metrics.take()
     assert taken is not None
     slot = rig.extents.slot_bytes
-    assert {name: value for name, value in taken["gauges"].items() if name.startswith(("direct", "pool"))} == {
-        "direct_engine|file": 1, "direct_capacity_bytes": 4 * slot, "direct_used_bytes": 4 * slot,
+    assert {
+        name: value
+        for name, value in taken["gauges"].items()
+        if name.startswith(("direct", "pool"))
+    } == {
+        "direct_engine|file": 1,
+        "direct_capacity_bytes": 4 * slot,
+        "direct_used_bytes": 4 * slot,
         "direct_leased_slots": 0,
-    }  # fmt: skip
+    }
     assert taken["counters"]["evicted_chunks|direct"] == 2
     rig.close()

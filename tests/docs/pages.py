@@ -14,7 +14,9 @@ SOURCE = ROOT / "src" / "kvstow"
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<tag>\w*)\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<tag>\w*)\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
 _LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _PRINTF = re.compile(r"%(?:\.\d+)?[dfs]")
@@ -75,7 +77,10 @@ def texts() -> list[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(_dots(node.value))
             elif isinstance(node, ast.JoinedStr):
-                parts = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                parts = (
+                    str(part.value) if isinstance(part, ast.Constant) else "…"
+                    for part in node.values
+                )
                 found.append(_dots("".join(parts)))
     return found
 

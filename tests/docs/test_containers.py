@@ -22,14 +22,21 @@ def bytes_of(text: str) -> int:
     return int(number) * BINARY[unit]
 
 
-@pytest.mark.parametrize("block", blocks("yml"), ids=lambda block: f"{block.page.name}:{block.body[:20]}")
+@pytest.mark.parametrize(
+    "block", blocks("yml"), ids=lambda block: f"{block.page.name}:{block.body[:20]}"
+)
 def test_yaml_that_is_no_settings_parses(block: Block) -> None:
     assert all(isinstance(document, dict) for document in yaml.safe_load_all(block.body))
 
 
 def pod() -> dict[str, Any]:
-    [deployment] = [d for block in YML for d in yaml.safe_load_all(block.body) if d.get("kind") == "Deployment"]
-    assert deployment["spec"]["selector"]["matchLabels"] == deployment["spec"]["template"]["metadata"]["labels"]
+    [deployment] = [
+        d for block in YML for d in yaml.safe_load_all(block.body) if d.get("kind") == "Deployment"
+    ]
+    assert (
+        deployment["spec"]["selector"]["matchLabels"]
+        == deployment["spec"]["template"]["metadata"]["labels"]
+    )
     spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
     return spec
 
@@ -61,7 +68,9 @@ def test_arguments_are_vllms() -> None:
     [compose] = [d for block in YML for d in yaml.safe_load_all(block.body) if "services" in d]
     [service] = compose["services"].values()
     for arguments in (service["command"], pod()["containers"][0]["args"]):
-        [config] = [one.partition("=")[2] for one in arguments if one.startswith("--kv-transfer-config=")]
+        [config] = [
+            one.partition("=")[2] for one in arguments if one.startswith("--kv-transfer-config=")
+        ]
         assert not arguments[0].startswith("-"), "vLLM wants the model first, without --model"
         assert json.loads(config) == {"kv_connector": "KVStowConnector", "kv_role": "kv_both"}
     settings = parse(None, service["environment"]).settings
@@ -82,7 +91,11 @@ def test_the_image_has_what_the_examples_set() -> None:
 
 
 def test_examples_that_may_share_a_directory_agree_on_the_root_of_hashes() -> None:
-    set_in = [block for block in blocks("bash", "yml") if block.page.name == PAGE and "PYTHONHASHSEED" in block.body]
+    set_in = [
+        block
+        for block in blocks("bash", "yml")
+        if block.page.name == PAGE and "PYTHONHASHSEED" in block.body
+    ]
     assert set_in == []
 
 

@@ -21,7 +21,21 @@ from kvstow.settings import leaves, parse, parse_lmcache
 from kvstow.store.base import Store
 from kvstow.testing.store_suite import StoreSuite
 from tests.docs.launches import commands as commands_of
-from tests.docs.pages import DOCS, PAGES, ROOT, SOURCE, anchors, blocks, exists, links, name, prose, rows, spans, texts
+from tests.docs.pages import (
+    DOCS,
+    PAGES,
+    ROOT,
+    SOURCE,
+    anchors,
+    blocks,
+    exists,
+    links,
+    name,
+    prose,
+    rows,
+    spans,
+    texts,
+)
 
 LEAVES = {leaf.key: leaf for leaf in leaves()}
 CONFIG_FILE = "KVSTOW_CONFIG_FILE"
@@ -46,21 +60,29 @@ def test_settings_exist(page: Path) -> None:
     variables = {leaf.variable for leaf in LEAVES.values()} | {CONFIG_FILE}
     assert set(re.findall(r"\bKVSTOW_[A-Z][A-Z_]*\b", text)) <= variables
     sections = "|".join(sorted({leaf.section for leaf in LEAVES.values()} - {""}))
-    named = {m for span in spans(page) for m in re.findall(rf"(?<![\w/.])(?:{sections})\.[a-z_]+", span)}
+    named = {
+        m for span in spans(page) for m in re.findall(rf"(?<![\w/.])(?:{sections})\.[a-z_]+", span)
+    }
     assert {key for key in named if not key.endswith((".md", ".py", "_over_raw"))} <= set(LEAVES)
 
 
 @EVERY_PAGE
 def test_metrics_exist(page: Path) -> None:
-    exported = {spec.exported(metric) + part for metric, spec in METRICS.items() for part in HISTOGRAM_PARTS}
+    exported = {
+        spec.exported(metric) + part for metric, spec in METRICS.items() for part in HISTOGRAM_PARTS
+    }
     named = set(re.findall(r"(?<![\w./])kvstow_[a-z_]*[a-z]\b(?!\*)", page.read_text()))
     assert named <= exported
 
 
 @EVERY_PAGE
 def test_modules_exist(page: Path) -> None:
-    named = {word for span in spans(page) for word in re.findall(r"(?<![\w/-])kvstow(?:\.\w+)+", span)}
-    assert [word for word in sorted(named - REQUEST_PARAMETERS - ENTRY_POINTS) if not exists(word)] == []
+    named = {
+        word for span in spans(page) for word in re.findall(r"(?<![\w/-])kvstow(?:\.\w+)+", span)
+    }
+    assert [
+        word for word in sorted(named - REQUEST_PARAMETERS - ENTRY_POINTS) if not exists(word)
+    ] == []
 
 
 def test_vllm_metrics_exist() -> None:
@@ -82,7 +104,11 @@ def test_parts_of_the_benchmark_exist() -> None:
 
 
 def test_the_tour_has_a_sentence_for_every_package() -> None:
-    parts = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    parts = {
+        path.stem
+        for path in SOURCE.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
     first = (row[0].strip("`") for row in rows(DOCS / "tour.md"))
     listed = {cell.removeprefix("kvstow.") for cell in first if cell.startswith("kvstow.")}
     assert listed == parts - {"__init__"}
@@ -95,7 +121,9 @@ def test_yaml_is_settings(tmp_path: Path) -> None:
         file = tmp_path / f"{number}.yaml"
         file.write_text(block.body)
         if block.body.startswith("# lmcache_"):
-            assert parse_lmcache({"LMCACHE_CONFIG_FILE": str(file)}, None, workers=1).settings, name(block.page)
+            assert parse_lmcache({"LMCACHE_CONFIG_FILE": str(file)}, None, workers=1).settings, (
+                name(block.page)
+            )
         else:
             assert parse(str(file), {}).settings, name(block.page)
 
@@ -115,7 +143,9 @@ def test_json_and_shell_are_settings() -> None:
         given = dict(re.findall(r"\b(KVSTOW_[A-Z_]+)=(\S+)", block.body))
         given.pop(CONFIG_FILE, None)
         parse(None, given)
-        lmcache = [c.environment for c in commands_of(block.body)] if "LMCACHE_" in block.body else []
+        lmcache = (
+            [c.environment for c in commands_of(block.body)] if "LMCACHE_" in block.body else []
+        )
         for environment in lmcache:
             environment.pop("LMCACHE_CONFIG_FILE", None)
             settings = parse_lmcache(environment, None, workers=1)
@@ -130,7 +160,11 @@ def commands() -> list[tuple[str, str]]:
     command = re.compile(r"kvstow(?: --?[\w-]+| [a-z]+| /[\w./-]+)+")
     found = []
     for block in blocks("bash"):
-        found += [(name(block.page), line) for line in block.body.splitlines() if line.startswith("kvstow ")]
+        found += [
+            (name(block.page), line)
+            for line in block.body.splitlines()
+            if line.startswith("kvstow ")
+        ]
     for page in PAGES:
         found += [(name(page), span) for span in spans(page) if command.fullmatch(span)]
     return found
@@ -152,10 +186,16 @@ def test_commands_exist() -> None:
 def test_every_command_is_in_the_reference() -> None:
     def names(command: Any, prefix: str) -> list[str]:
         inner = getattr(command, "commands", None)
-        return [prefix] if inner is None else [n for word, c in inner.items() for n in names(c, f"{prefix} {word}")]
+        return (
+            [prefix]
+            if inner is None
+            else [n for word, c in inner.items() for n in names(c, f"{prefix} {word}")]
+        )
 
     page = (DOCS / "reference" / "cli.md").read_text()
-    assert [line for line in names(typer.main.get_command(app), "kvstow") if f"`{line}" not in page] == []
+    assert [
+        line for line in names(typer.main.get_command(app), "kvstow") if f"`{line}" not in page
+    ] == []
 
 
 def test_messages_are_as_the_code_says_them() -> None:
@@ -164,11 +204,17 @@ def test_messages_are_as_the_code_says_them() -> None:
     shown = []
     for line in (DOCS / "how-to" / "troubleshooting.md").read_text().splitlines():
         section = line if line.startswith("## ") else section
-        if line.startswith("| `") and "own messages" not in section and "nothing is restored" not in section:
+        if (
+            line.startswith("| `")
+            and "own messages" not in section
+            and "nothing is restored" not in section
+        ):
             shown.append(line.split("`")[1])
     assert len(shown) > 30
     first_run = (DOCS / "how-to" / "first-run.md").read_text()
-    for line in re.findall(r"^(?:kv_load_failure|Retrieved|Host pool mapped).*", first_run, re.MULTILINE):
+    for line in re.findall(
+        r"^(?:kv_load_failure|Retrieved|Host pool mapped).*", first_run, re.MULTILINE
+    ):
         shown += re.sub(r"\d+|cmpl-…", "…", line).split(", size", 1)
     for message in shown:
         assert message.rstrip("… ") in known, message
@@ -184,7 +230,9 @@ def test_the_exceptions_page_is_the_docstring() -> None:
     def tree(text: str) -> list[str]:
         return [line.strip() for line in text.splitlines() if "──" in line]
 
-    assert tree((DOCS / "reference" / "exceptions.md").read_text()) == tree(kvstow.errors.__doc__ or "")
+    assert tree((DOCS / "reference" / "exceptions.md").read_text()) == tree(
+        kvstow.errors.__doc__ or ""
+    )
 
 
 def test_decisions_are_listed() -> None:
@@ -200,9 +248,14 @@ def test_dependencies_are_explained() -> None:
 
     page = prose(DOCS / "dependencies.md")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ours = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    ours = [
+        *project["dependencies"],
+        *(one for extra in project["optional-dependencies"].values() for one in extra),
+    ]
     run_time = page.split("## The demo")[0]
-    listed = {plain(row[0]) for row in rows(DOCS / "dependencies.md") if f"| {row[0]} |" in run_time} - {"package"}
+    listed = {
+        plain(row[0]) for row in rows(DOCS / "dependencies.md") if f"| {row[0]} |" in run_time
+    } - {"package"}
     assert listed == {plain(package) for package in ours}
     pinned = [
         plain(line)
@@ -228,7 +281,11 @@ def test_the_sizing_table_adds_up() -> None:
 
 
 def documented_store() -> Any:
-    [code] = [b.body for b in blocks("python") if b.page.name == "write-a-store.md" and "class SqliteStore" in b.body]
+    [code] = [
+        b.body
+        for b in blocks("python")
+        if b.page.name == "write-a-store.md" and "class SqliteStore" in b.body
+    ]
     names: dict[str, Any] = {}
     exec(compile(code, "write-a-store.md", "exec"), names)
     return names["open_store"]

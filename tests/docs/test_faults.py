@@ -42,7 +42,9 @@ def test_no_test_is_of_a_kind_that_the_table_lacks() -> None:
 
 def test_the_table_is_whole() -> None:
     counts = {letter: sum(kind[0] == letter for kind in TABLE) for letter in "ABCDEFGHIJKLMNO"}
-    assert [kind for letter, count in counts.items() for kind in (f"{letter}{n}" for n in range(1, count + 1))] == list(
-        TABLE
-    )
+    assert [
+        kind
+        for letter, count in counts.items()
+        for kind in (f"{letter}{n}" for n in range(1, count + 1))
+    ] == list(TABLE)
     assert len(TABLE) > 100

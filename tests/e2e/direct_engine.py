@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from demo.model import tiny_llama
-from tests.e2e.harness import PageOracle, counters, drain, make_engine, prompt, run, scheduler_of, side_of
+from tests.e2e.harness import (
+    PageOracle,
+    counters,
+    drain,
+    make_engine,
+    prompt,
+    run,
+    scheduler_of,
+    side_of,
+)
 
 PROMPTS = 10
 LENGTH = 520
@@ -52,12 +61,18 @@ def main(folder: str, out: str) -> None:
     pool = side_of(llm)._engine._pool
     pool.check_integrity()
     seen = {
-        "first": first, "second": second, "after": after, "counters": counters(llm),
-        "leased": pool.leased, "used": pool.slots - pool.free, "kind": type(pool).__name__,
-        "pages_loaded": oracle.loaded, "wrong_pages": [] if warm else oracle.wrong,
+        "first": first,
+        "second": second,
+        "after": after,
+        "counters": counters(llm),
+        "leased": pool.leased,
+        "used": pool.slots - pool.free,
+        "kind": type(pool).__name__,
+        "pages_loaded": oracle.loaded,
+        "wrong_pages": [] if warm else oracle.wrong,
         "policy": scheduler_of(llm).vllm_config.kv_transfer_config.kv_load_failure_policy,
         "mode": oct(next(iter(Path(folder).iterdir())).stat().st_mode & 0o777),
-    }  # fmt: skip
+    }
     Path(out).write_text(json.dumps(seen))
     os.kill(os.getpid(), signal.SIGKILL)
 

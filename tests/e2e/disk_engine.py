@@ -51,12 +51,18 @@ def damage(folder: Path) -> int:
 
 def main(folder: str, out: str, damaged: str) -> None:
     disk = {"paths": [folder], "size": "1GB", "min_free": 0, "codec": "lossless"}
-    extra = {"memory.size": "200MB", "disk": disk, "fetch": {"deadline_ms": 20_000, "min_tokens": 0}}
+    extra = {
+        "memory.size": "200MB",
+        "disk": disk,
+        "fetch": {"deadline_ms": 20_000, "min_tokens": 0},
+    }
     llm = make_engine(str(tiny_llama()), extra, enable_prefix_caching=False)
     harmed = damage(Path(folder)) if damaged == "damage" else 0
     outputs = [run(llm, [prompt(LENGTH, seed)])[0] for seed in range(PROMPTS)]
     drain(llm)
-    files = len([path for path in Path(folder).rglob("*.kv") if path.is_file() and not path.is_symlink()])
+    files = len(
+        [path for path in Path(folder).rglob("*.kv") if path.is_file() and not path.is_symlink()]
+    )
     seen = {"outputs": outputs, "files": files, "harmed": harmed, "counters": counters(llm)}
     Path(out).write_text(json.dumps(seen))
     os.kill(os.getpid(), signal.SIGKILL)

@@ -44,13 +44,24 @@ class EngineProcess:
         read, write = os.pipe()
         self._answers = os.fdopen(read)
         self._log = folder / f"{name}.log"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("KVSTOW_") and k != "PYTHONHASHSEED"}
+        environment = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith("KVSTOW_") and k != "PYTHONHASHSEED"
+        }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.e2e.shared_engine", url, str(write), algorithm],
-                cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=(write,),
-                env=environment | ({"PYTHONHASHSEED": seed} if seed is not None else {}) | dict(variables or {}),
-            )  # fmt: skip
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+                pass_fds=(write,),
+                env=environment
+                | ({"PYTHONHASHSEED": seed} if seed is not None else {})
+                | dict(variables or {}),
+            )
         os.close(write)
 
     def answer(self) -> dict[str, Any]:
@@ -68,7 +79,9 @@ class EngineProcess:
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
 
-    def run(self, prompts: list[tuple[int, int]], meanwhile: Callable[[], object] | None = None) -> dict[str, Any]:
+    def run(
+        self, prompts: list[tuple[int, int]], meanwhile: Callable[[], object] | None = None
+    ) -> dict[str, Any]:
         self.say(do="run", prompts=prompts)
         if meanwhile is not None:
             meanwhile()
@@ -106,7 +119,9 @@ def told_once(name: str, tell: Callable[[Path], S]) -> Callable[[], S]:
             if not said:
                 said = True
                 raise told
-            pytest.fail(f"{name} failed before: see its first failure; {told.__notes__[-1]}", pytrace=False)
+            pytest.fail(
+                f"{name} failed before: see its first failure; {told.__notes__[-1]}", pytrace=False
+            )
         return told
 
     return story
@@ -121,4 +136,6 @@ def cached(seen: dict[str, Any]) -> int:
 
 
 def counted(seen: dict[str, Any], name: str, tier: str = "redis") -> float:
-    return sum(value for series, value in seen["counters"].items() if name in series and tier in series)
+    return sum(
+        value for series, value in seen["counters"].items() if name in series and tier in series
+    )

@@ -25,13 +25,23 @@ def make_engine(model: str, extra: dict[str, Any], **options: Any) -> Any:
     from vllm import LLM
 
     arguments: dict[str, Any] = {
-        "model": model, "dtype": "float32", "enforce_eager": True, "enable_prefix_caching": True, "max_model_len": 1024,
-        "block_size": BLOCK, "max_num_seqs": 32, "max_num_batched_tokens": 512, "seed": 0, "disable_log_stats": False,
+        "model": model,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "max_model_len": 1024,
+        "block_size": BLOCK,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+        "seed": 0,
+        "disable_log_stats": False,
         "generation_config": "vllm",
-    }  # fmt: skip
+    }
     if options.pop("kvstow", True):
         arguments["kv_transfer_config"] = {
-            "kv_connector": "KVStowConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
+            "kv_connector": "KVStowConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
         }
         keep_counters()
     return LLM(**arguments | options)
@@ -105,20 +115,35 @@ def run(
     """Greedy outputs, and how many prompt tokens were not computed."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, extra_args=params)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, extra_args=params
+    )
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens or 0} for o in outputs]
+    return [
+        {"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens or 0}
+        for o in outputs
+    ]
 
 
-def likely(llm: Any, tokens: dict[str, Any], params: dict[str, Any] | None = None) -> dict[str, Any]:
+def likely(
+    llm: Any, tokens: dict[str, Any], params: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Eight greedy tokens after a prompt, the logarithm of each one's probability, and how many were not computed."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1, extra_args=params or None)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1, extra_args=params or None
+    )
     [output] = llm.generate([tokens], sampling, use_tqdm=False)
     chosen = output.outputs[0]
-    logs = [step[token].logprob for step, token in zip(chosen.logprobs, chosen.token_ids, strict=True)]
-    return {"tokens": list(chosen.token_ids), "log_p": logs, "cached": output.num_cached_tokens or 0}
+    logs = [
+        step[token].logprob for step, token in zip(chosen.logprobs, chosen.token_ids, strict=True)
+    ]
+    return {
+        "tokens": list(chosen.token_ids),
+        "log_p": logs,
+        "cached": output.num_cached_tokens or 0,
+    }
 
 
 def drain(llm: Any) -> None:

@@ -42,7 +42,9 @@ def _passes(llm: Any, oracle: PageOracle, lengths: list[int]) -> dict[str, Any]:
             rows[length] += run(llm, [tokens], TOKENS)
             drain(llm)
     return {
-        "different": [n for n, r in rows.items() if not r[0]["tokens"] == r[1]["tokens"] == r[2]["tokens"]],
+        "different": [
+            n for n, r in rows.items() if not r[0]["tokens"] == r[1]["tokens"] == r[2]["tokens"]
+        ],
         "unlike_prefix_cache": [n for n, r in rows.items() if r[1]["tokens"] != r[2]["tokens"]],
         "tokens": {n: [p["tokens"] for p in r] for n, r in rows.items()},
         "restored": {n: r[2]["cached"] for n, r in rows.items()},
@@ -74,13 +76,19 @@ def _opt_outs(llm: Any) -> dict[str, int]:
     [skip_load] = run(llm, [tokens], params={"kv_transfer_params": {"kvstow.skip_load": True}})
     scheduler_of(llm).reset_prefix_cache()
     [plain] = run(llm, [tokens])
-    return {"after_skip_store": after_skip_store["cached"], "skip_load": skip_load["cached"], "plain": plain["cached"]}
+    return {
+        "after_skip_store": after_skip_store["cached"],
+        "skip_load": skip_load["cached"],
+        "plain": plain["cached"],
+    }
 
 
 def _reset(llm: Any) -> dict[str, int]:
     tokens = prompt(2 * BLOCK + 1, seed=-2)
     run(llm, [tokens])
-    while llm.llm_engine.engine_core.engine_core.scheduler.has_requests():  # as docs/how-to/weight-updates.md says
+    while (
+        llm.llm_engine.engine_core.engine_core.scheduler.has_requests()
+    ):  # as docs/how-to/weight-updates.md says
         llm.llm_engine.step()
     assert llm.reset_prefix_cache(reset_connector=True)
     [after] = run(llm, [tokens])
@@ -109,9 +117,14 @@ def pressure() -> dict[str, Any]:
         assert scheduler_of(llm).reset_prefix_cache()
     side_of(llm)._engine._pool.check_integrity()
     return {
-        "different": different, "wrong_pages": oracle.wrong, "pages_loaded": oracle.loaded,
-        "leased": side_of(llm)._engine._pool.leased, "counters": counters(llm), "chunks_needed": need,
-        "second_turn": _second_turn(llm), "wrong_pages_then": oracle.wrong,
+        "different": different,
+        "wrong_pages": oracle.wrong,
+        "pages_loaded": oracle.loaded,
+        "leased": side_of(llm)._engine._pool.leased,
+        "counters": counters(llm),
+        "chunks_needed": need,
+        "second_turn": _second_turn(llm),
+        "wrong_pages_then": oracle.wrong,
     }
 
 
@@ -123,7 +136,14 @@ def make_reference(prompts: list[dict[str, Any]]) -> list[list[int]]:
     """The same prompts without kvstow, in a process of their own."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
         command = [sys.executable, "-m", "tests.e2e.scenarios", "reference", result.name]
-        subprocess.run(command, input=json.dumps(prompts), capture_output=True, text=True, timeout=300, check=True)
+        subprocess.run(
+            command,
+            input=json.dumps(prompts),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
         tokens: list[list[int]] = json.load(result)
     return tokens
 
@@ -161,7 +181,10 @@ def gemma3() -> dict[str, Any]:
 def _lossy(llm: Any, folder: Path) -> dict[str, Any]:
     """A prompt computed, restored from the tier with a lossy codec, and continued; how far its outputs went astray."""
     tokens = prompt(5 * BLOCK + 3, seed=-3)
-    longer = {"prompt_token_ids": tokens["prompt_token_ids"] + prompt(2 * BLOCK, seed=-4)["prompt_token_ids"]}
+    longer = {
+        "prompt_token_ids": tokens["prompt_token_ids"]
+        + prompt(2 * BLOCK, seed=-4)["prompt_token_ids"]
+    }
     computed = likely(llm, tokens)
     drain(llm)
     files = {path: path.stat().st_size for path in folder.rglob("*.kv")}
@@ -175,15 +198,21 @@ def _lossy(llm: Any, folder: Path) -> dict[str, Any]:
         drain(llm)
         rows[name]["files"] = len(list(folder.rglob("*.kv")))
     return {
-        "computed": computed, **rows, "bytes": max(files.values()), "raw_bytes": counters(llm)["stored_raw_bytes|disk"],
-        "stored_bytes": counters(llm)["stored_bytes|disk"], "files": len(files),
+        "computed": computed,
+        **rows,
+        "bytes": max(files.values()),
+        "raw_bytes": counters(llm)["stored_raw_bytes|disk"],
+        "stored_bytes": counters(llm)["stored_bytes|disk"],
+        "files": len(files),
     }
 
 
 def tensor_parallel() -> dict[str, Any]:
     """Two CPU workers in processes of their own; one object a chunk."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    llm = make_engine(str(tiny_llama()), {"memory.size": "200MB", "chunk_size": BLOCK}, tensor_parallel_size=2)
+    llm = make_engine(
+        str(tiny_llama()), {"memory.size": "200MB", "chunk_size": BLOCK}, tensor_parallel_size=2
+    )
     tokens = [prompt(n, seed=n) for n in (BLOCK, 2 * BLOCK + 1, 3 * BLOCK)]
     rows = []
     for index in range(3):
@@ -193,8 +222,14 @@ def tensor_parallel() -> dict[str, Any]:
         drain(llm)
     pool = side_of(llm)._engine._pool
     return {
-        "different": [i for i in range(3) if not rows[0][i]["tokens"] == rows[1][i]["tokens"] == rows[2][i]["tokens"]],
-        "restored": [row["cached"] for row in rows[2]], "objects": pool.slots - pool.free, "counters": counters(llm),
+        "different": [
+            i
+            for i in range(3)
+            if not rows[0][i]["tokens"] == rows[1][i]["tokens"] == rows[2][i]["tokens"]
+        ],
+        "restored": [row["cached"] for row in rows[2]],
+        "objects": pool.slots - pool.free,
+        "counters": counters(llm),
     }
 
 

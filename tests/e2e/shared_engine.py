@@ -32,7 +32,9 @@ def impatient() -> None:
     from kvstow.tier import Tier, TierLimits
 
     def tier(*arguments: Any, limits: TierLimits | None = None, **named: Any) -> Tier:
-        return Tier(*arguments, limits=replace(limits or TierLimits(), breaker_open_s=BYPASSED_S), **named)
+        return Tier(
+            *arguments, limits=replace(limits or TierLimits(), breaker_open_s=BYPASSED_S), **named
+        )
 
     for module in (build_mooncake, build_objects, build_redis):
         module.Tier = tier  # type: ignore[assignment, misc]
@@ -60,21 +62,28 @@ def settings(url: str) -> dict[str, Any]:
         "mooncake": ("mooncake", {"master": address, "timeout_ms": TIMEOUT_MS}),
     }.get(scheme, ("redis", {"url": url, **impatient}))
     return {
-        "memory.size": POOL_CHUNKS * FRAME_BYTES, "chunk_size": BLOCK,
-        "fetch.deadline_ms": DEADLINE_MS, "fetch.min_tokens": 0, tier: where,
-    }  # fmt: skip
+        "memory.size": POOL_CHUNKS * FRAME_BYTES,
+        "chunk_size": BLOCK,
+        "fetch.deadline_ms": DEADLINE_MS,
+        "fetch.min_tokens": 0,
+        tier: where,
+    }
 
 
 def main(url: str, descriptor: str, algorithm: str) -> None:
     impatient()
     with os.fdopen(int(descriptor), "w") as answers:
+
         def answer(what: Any) -> None:
             answers.write(json.dumps(what) + "\n")
             answers.flush()
 
         try:
             llm = make_engine(
-                str(tiny_llama()), settings(url), enable_prefix_caching=False, prefix_caching_hash_algo=algorithm
+                str(tiny_llama()),
+                settings(url),
+                enable_prefix_caching=False,
+                prefix_caching_hash_algo=algorithm,
             )
         except RuntimeError as error:
             answer({"refused": str(error)})

@@ -20,16 +20,22 @@ from tests.e2e.direct_engine import CHUNK_TOKENS, DAMAGED, LENGTH, PROMPTS
 ROOT = Path(__file__).resolve().parents[2]
 CHUNKS = LENGTH // CHUNK_TOKENS  # of a prompt
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: `make test`")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: `make test`"
+)
 
 
 def life(folder: Path) -> dict[str, Any]:
     out = folder / "seen.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.direct_engine", str(folder / "kv"), str(out)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=600,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
         env={k: v for k, v in os.environ.items() if not k.startswith("KVSTOW_")},
-    )  # fmt: skip
+    )
     assert done.returncode == -signal.SIGKILL, (done.stdout + done.stderr)[-6000:]
     seen: dict[str, Any] = json.loads(out.read_text())
     seen["log"] = done.stdout + done.stderr
@@ -59,7 +65,10 @@ def test_the_second_request_is_restored_with_the_same_tokens() -> None:
     assert seen["pages_loaded"] >= PROMPTS * CHUNKS
     assert seen["used"] == PROMPTS * CHUNKS
     assert seen["mode"] == "0o600"
-    assert f"Retrieved {CHUNKS * CHUNK_TOKENS} out of {CHUNKS * CHUNK_TOKENS} required tokens" in seen["log"]
+    assert (
+        f"Retrieved {CHUNKS * CHUNK_TOKENS} out of {CHUNKS * CHUNK_TOKENS} required tokens"
+        in seen["log"]
+    )
     assert "Direct storage: engine file" in seen["log"]
     assert {name for name in seen["counters"] if name.endswith("|memory")} == set()
     assert seen["counters"]["loaded_chunks|direct"] >= PROMPTS * CHUNKS

@@ -23,7 +23,9 @@ CHUNKS = PROMPTS * (LENGTH // CHUNK_TOKENS)
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"
+    ),
 ]
 
 
@@ -31,9 +33,13 @@ def life(folder: Path, damage: str = "none") -> dict[str, Any]:
     out = folder / "seen.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.disk_engine", str(folder / "kv"), str(out), damage],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=600,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
         env={k: v for k, v in os.environ.items() if not k.startswith("KVSTOW_")},
-    )  # fmt: skip
+    )
     assert done.returncode == -signal.SIGKILL, (done.stdout + done.stderr)[-6000:]
     seen: dict[str, Any] = json.loads(out.read_text())
     return seen

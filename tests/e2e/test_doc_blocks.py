@@ -30,7 +30,9 @@ from tests.docs.pages import ROOT, blocks
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"
+    ),
 ]
 
 PAGE = "from-lmcache.md"
@@ -57,7 +59,9 @@ def launches() -> list[Command]:
 
 def settings_file(name: str, folder: Path, **changes: Any) -> Path:
     """The page's YAML file ``name``, reduced."""
-    [body] = [b.body for b in blocks("yaml") if b.page.name == PAGE and b.body.startswith(f"# {name}\n")]
+    [body] = [
+        b.body for b in blocks("yaml") if b.page.name == PAGE and b.body.startswith(f"# {name}\n")
+    ]
     content = yaml.safe_load(body)
     for key, value in {**SIZES, **changes}.items():
         if key in content:
@@ -68,7 +72,9 @@ def settings_file(name: str, folder: Path, **changes: Any) -> Path:
     return path
 
 
-def serve(command: Command, folder: Path, log: str, *, model: Path | None = None, **changes: Any) -> Server:
+def serve(
+    command: Command, folder: Path, log: str, *, model: Path | None = None, **changes: Any
+) -> Server:
     file = settings_file(command.environment["LMCACHE_CONFIG_FILE"], folder, **changes)
     arguments = command.words[3:]
     at = arguments.index("--kv-transfer-config")
@@ -78,7 +84,11 @@ def serve(command: Command, folder: Path, log: str, *, model: Path | None = None
             at = arguments.index(option)
             del arguments[at : at + words]
     environment = {
-        **{name: value for name, value in command.environment.items() if not name.startswith("CUDA_")},
+        **{
+            name: value
+            for name, value in command.environment.items()
+            if not name.startswith("CUDA_")
+        },
         "LMCACHE_CONFIG_FILE": str(file),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # A small model may compute a prompt faster than it is loaded: load nevertheless.
@@ -87,9 +97,12 @@ def serve(command: Command, folder: Path, log: str, *, model: Path | None = None
     }
     arguments += ["--enforce-eager", "--max-model-len", "1024"]
     return Server(
-        model or tiny_llama(), log=folder / log, connector=command.connector, arguments=arguments,
+        model or tiny_llama(),
+        log=folder / log,
+        connector=command.connector,
+        arguments=arguments,
         environment=environment,
-    )  # fmt: skip
+    )
 
 
 def prompt(seed: int, length: int = LENGTH) -> list[int]:
@@ -110,7 +123,9 @@ def ask(server: Server, tokens: list[int]) -> Answer:
         model=server.model.name, prompt=tokens, max_tokens=TOKENS, temperature=0.0, logprobs=1
     ).choices[0]
     assert choice.logprobs is not None
-    return Answer(list(choice.logprobs.tokens or []), (choice.logprobs.token_logprobs or [0.0])[0] or 0.0)
+    return Answer(
+        list(choice.logprobs.tokens or []), (choice.logprobs.token_logprobs or [0.0])[0] or 0.0
+    )
 
 
 def restored(server: Server) -> float:
@@ -118,7 +133,11 @@ def restored(server: Server) -> float:
 
 
 def of_tier(server: Server, metric: str, tier: str) -> float:
-    lines = [line for line in server.get("/metrics").splitlines() if line.startswith(metric) and f'"{tier}"' in line]
+    lines = [
+        line
+        for line in server.get("/metrics").splitlines()
+        if line.startswith(metric) and f'"{tier}"' in line
+    ]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
@@ -151,7 +170,9 @@ def test_k6_host_memory_hits_with_the_same_text_and_the_benchmark_runs(folder: P
         bench(server, folder)
         once = restored(server) - before
         bench(server, folder)
-        assert restored(server) - before - once >= 4 * RESTORED, "the second run's prompts are the first's"
+        assert restored(server) - before - once >= 4 * RESTORED, (
+            "the second run's prompts are the first's"
+        )
 
 
 def bench(server: Server, folder: Path) -> None:
@@ -164,8 +185,13 @@ def bench(server: Server, folder: Path) -> None:
         words[words.index(option) + 1] = value
     done = subprocess.run(
         [sys.executable, "-c", BENCH, *words, "--served-model-name", server.model.name],
-        cwd=folder, env=engine_environment(), capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        cwd=folder,
+        env=engine_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "Mean TTFT" in done.stdout
     assert "P99 TTFT" in done.stdout
@@ -205,7 +231,10 @@ def texts(model: Path) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    whole = [tokenizer(path.read_text())["input_ids"] for path in sorted((ROOT / "bench" / "texts").glob("*.txt"))]
+    whole = [
+        tokenizer(path.read_text())["input_ids"]
+        for path in sorted((ROOT / "bench" / "texts").glob("*.txt"))
+    ]
     return [tokens[at : at + LENGTH] for tokens in whole for at in (0, (len(tokens) - LENGTH) // 2)]
 
 
@@ -224,7 +253,9 @@ def test_k6_two_instances_share_a_redis_with_cachegen_and_how_far_it_is_off(fold
         serve(second, folder, "b.log", remote_url=url, **changes) as b,
     ):
         cold = [ask(a, tokens) for tokens in prompts]
-        assert [ask(a, tokens).tokens for tokens in prompts] == [answer.tokens for answer in cold], "A's own are exact"
+        assert [ask(a, tokens).tokens for tokens in prompts] == [
+            answer.tokens for answer in cold
+        ], "A's own are exact"
         until(a, "kvstow_stored_chunks_total", "redis", 2 * len(prompts))
         from_a = [ask(b, tokens) for tokens in prompts]
         assert restored(b) == len(prompts) * RESTORED
@@ -249,7 +280,8 @@ def diverged(exact: list[Answer], near: list[Answer]) -> dict[str, float]:
     leading = [next((i for i, (x, y) in enumerate(pair) if x != y), len(pair)) for pair in pairs]
     return {
         "prompts": len(exact),
-        "answers_identical": sum(a.tokens == b.tokens for a, b in zip(exact, near, strict=True)) / len(exact),
+        "answers_identical": sum(a.tokens == b.tokens for a, b in zip(exact, near, strict=True))
+        / len(exact),
         "leading_tokens_identical_mean": sum(leading) / len(leading),
         "tokens": TOKENS,
         "first_token_logprob_difference_mean": sum(off) / len(off),
@@ -259,7 +291,12 @@ def diverged(exact: list[Answer], near: list[Answer]) -> dict[str, float]:
 
 def test_the_page_has_the_four_launches_of_this_test() -> None:
     named = [command.environment.get("LMCACHE_CONFIG_FILE") for command in launches()]
-    assert named[:4] == ["lmcache_cpu.yaml", "lmcache_disk.yaml", "lmcache_shared.yaml", "lmcache_shared.yaml"]
+    assert named[:4] == [
+        "lmcache_cpu.yaml",
+        "lmcache_disk.yaml",
+        "lmcache_shared.yaml",
+        "lmcache_shared.yaml",
+    ]
     for command in launches()[:4]:
         assert command.connector["kv_connector"] == "LMCacheConnectorV1"
         assert command.connector["kv_connector_module_path"] == "kvstow.vllm.lmcache"

@@ -24,7 +24,9 @@ from tests.e2e.engine_process import (
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"
+    ),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 

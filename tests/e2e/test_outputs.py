@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1000)]
 Scenario = Callable[[str], Any]
 
 
-def test_a14_every_length_cold_warm_and_after_a_reset_of_the_engines_cache(scenario: Scenario) -> None:
+def test_a14_every_length_cold_warm_and_after_a_reset_of_the_engines_cache(
+    scenario: Scenario,
+) -> None:
     seen = scenario("lengths")
     assert seen["different"] == []
     assert seen["restored"] == {str(n): n // BLOCK * BLOCK for n in range(BLOCK - 1, 3 * BLOCK + 2)}
@@ -38,7 +40,11 @@ def test_n1_counters_say_what_happened(scenario: Scenario) -> None:
 
 
 def test_a_request_may_opt_out(scenario: Scenario) -> None:
-    assert scenario("lengths")["opt_outs"] == {"after_skip_store": 0, "skip_load": 0, "plain": 2 * BLOCK}
+    assert scenario("lengths")["opt_outs"] == {
+        "after_skip_store": 0,
+        "skip_load": 0,
+        "plain": 2 * BLOCK,
+    }
 
 
 def test_b10_reset_cache_hides_everything_and_later_stores_are_found(scenario: Scenario) -> None:
@@ -51,7 +57,9 @@ def test_a6_pressure_never_changes_an_output(scenario: Scenario) -> None:
     assert seen["wrong_pages"] == []
     assert seen["leased"] == 0
     assert seen["pages_loaded"] > 0, "nothing was restored: this test shows nothing"
-    assert seen["counters"]["evicted_chunks|memory"] > 0, "nothing was evicted: there was no pressure"
+    assert seen["counters"]["evicted_chunks|memory"] > 0, (
+        "nothing was evicted: there was no pressure"
+    )
 
 
 def test_latents(scenario: Scenario) -> None:
@@ -68,18 +76,24 @@ def test_sliding_windows_through_the_one_group_fallback(scenario: Scenario) -> N
     assert all(tokens > 0 for tokens in seen["restored"].values())
 
 
-def test_a_lossy_tier_gives_back_what_is_near_and_what_is_computed_on_it_is_not_kept(scenario: Scenario) -> None:
+def test_a_lossy_tier_gives_back_what_is_near_and_what_is_computed_on_it_is_not_kept(
+    scenario: Scenario,
+) -> None:
     seen = scenario("gemma3")["lossy"]
     computed, restored = seen["computed"], seen["restored"]
     assert restored["cached"] == 5 * BLOCK
     assert seen["continued"]["cached"] == 5 * BLOCK
-    assert seen["continued"]["files"] == restored["files"] == seen["files"], "what follows lossy KV was stored"
+    assert seen["continued"]["files"] == restored["files"] == seen["files"], (
+        "what follows lossy KV was stored"
+    )
     assert seen["exact"]["cached"] == 0
     assert seen["exact"]["tokens"] == computed["tokens"]
     assert seen["stored_bytes"] < seen["raw_bytes"]
     astray = abs(computed["log_p"][0] - restored["log_p"][0])
     same = sum(a == b for a, b in zip(computed["tokens"], restored["tokens"], strict=True))
-    print(f"cachegen: {same} of {len(computed['tokens'])} tokens as computed, the first's log p {astray:.4f} off")
+    print(
+        f"cachegen: {same} of {len(computed['tokens'])} tokens as computed, the first's log p {astray:.4f} off"
+    )
     assert astray < 1.0
 
 

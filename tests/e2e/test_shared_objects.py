@@ -30,10 +30,16 @@ from tests.e2e.shared_engine import POOL_CHUNKS
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make test`"
+    ),
 ]
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": "very-secret", "AWS_REGION": "us-east-1"}
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
+    "AWS_SECRET_ACCESS_KEY": "very-secret",
+    "AWS_REGION": "us-east-1",
+}
 GONE = Reply("404 Not Found", b"<Error><Code>NoSuchBucket</Code></Error>")
 HELD_S = 30.0  # longer than any request may take
 ACTS = ["killed", "silent", "failing now and then", "bucket gone", "emptied", "corrupt"]
@@ -52,7 +58,11 @@ class Story:
             self.seen["cold"] = self.engine.run(PROMPTS)
             self.expected = tokens(self.seen["cold"])
             self.seen["again"] = self.engine.run(PROMPTS)
-            self.signed = [request.method for request in self.server.requests if "authorization" not in request.headers]
+            self.signed = [
+                request.method
+                for request in self.server.requests
+                if "authorization" not in request.headers
+            ]
             self._faults()
             self.log = self.engine.log()
         finally:
@@ -62,14 +72,18 @@ class Story:
     def _faults(self) -> None:
         self._act("killed", self._kill, self._restart)
         release = threading.Event()
-        self._act("silent", lambda: self._answer(lambda _: release.wait(HELD_S) and None), release.set)
+        self._act(
+            "silent", lambda: self._answer(lambda _: release.wait(HELD_S) and None), release.set
+        )
         turns = cycle([Reply("503 Slow Down"), None, Reply("500 Internal", b"x" * 99), None, None])
         self._act("failing now and then", lambda: self._answer(lambda _: next(turns)))
         self._act("bucket gone", lambda: self._answer(lambda _: GONE))
         self._act("emptied", self.server.objects.clear)
         self._act("corrupt", self._corrupt)
 
-    def _act(self, name: str, begin: Callable[[], object], end: Callable[[], object] = lambda: None) -> None:
+    def _act(
+        self, name: str, begin: Callable[[], object], end: Callable[[], object] = lambda: None
+    ) -> None:
         """It begins under traffic, goes on for another round, and is over; then everything is found again."""
         before = self.engine.run([])
         self.seen[name] = self.engine.run(PROMPTS, begin)
@@ -109,7 +123,10 @@ def test_what_left_the_pool_is_restored_from_the_store() -> None:
     told = story()
     assert cached(told.seen["cold"]) == 0
     assert cached(told.seen["again"]) == ALL_TOKENS
-    assert counted(told.seen["again"], "loaded_chunks", "objects") >= len(PROMPTS) * CHUNKS - POOL_CHUNKS
+    assert (
+        counted(told.seen["again"], "loaded_chunks", "objects")
+        >= len(PROMPTS) * CHUNKS - POOL_CHUNKS
+    )
     assert tokens(told.seen["again"]) == told.expected
     assert set(told.signed) == {"GET"}  # by signed URLs, straight into the slots
 

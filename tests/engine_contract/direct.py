@@ -16,10 +16,14 @@ from kvstow.testing.manual import ManualClock, ManualExecutor
 from kvstow.vllm.direct import DirectDevice
 
 
-def direct_places(areas: int, slots: int, layout: ChunkLayout, clock: Clock) -> tuple[Extents, DirectRef]:
+def direct_places(
+    areas: int, slots: int, layout: ChunkLayout, clock: Clock
+) -> tuple[Extents, DirectRef]:
     geometry = Geometry.of_files(layout, slots)
     staging = areas * max(geometry.extent_bytes)
-    return Extents(geometry, layout, clock, preallocated=True), DirectRef("file", geometry, staging, 1, "ignore")
+    return Extents(geometry, layout, clock, preallocated=True), DirectRef(
+        "file", geometry, staging, 1, "ignore"
+    )
 
 
 class MemoryDisk:
@@ -55,7 +59,11 @@ class MemoryDisk:
 
 
 def opener(
-    clock: ManualClock, executors: list[ManualExecutor], disks: list[MemoryDisk], rng: random.Random, chance: float
+    clock: ManualClock,
+    executors: list[ManualExecutor],
+    disks: list[MemoryDisk],
+    rng: random.Random,
+    chance: float,
 ) -> Callable[..., DirectDevice]:
     """In place of ``kvstow.vllm.worker.open_direct``. Shards share a disk between ranks."""
     by_shard: dict[int, MemoryDisk] = {}

@@ -56,12 +56,20 @@ def random_shape(rng: random.Random, **fixed: Any) -> Shape:
     max_seqs = rng.randint(2, 6)
     num_blocks = rng.randint(12, 30)
     values: dict[str, Any] = {
-        "num_blocks": num_blocks, "block": block, "blocks_per_chunk": per_chunk,
-        "batched_tokens": rng.choice((17, 24, 33, 48, 64, 100, 256)), "max_seqs": max_seqs,
-        "prefix_caching": rng.random() < 0.5, "async_scheduling": rng.random() < 0.4,
-        "long_prefill": rng.choice((0, 0, 20, 40)), "reserve_full": rng.random() < 0.6,
-        "tp": rng.choice((1, 1, 1, 2)), "same_bytes": rng.random() < 0.3, "save_decode": rng.random() < 0.4,
-        "pool_slots": rng.choice((3, 8, 16, 24, 64)), "lower_tier": rng.random() < 0.4,
+        "num_blocks": num_blocks,
+        "block": block,
+        "blocks_per_chunk": per_chunk,
+        "batched_tokens": rng.choice((17, 24, 33, 48, 64, 100, 256)),
+        "max_seqs": max_seqs,
+        "prefix_caching": rng.random() < 0.5,
+        "async_scheduling": rng.random() < 0.4,
+        "long_prefill": rng.choice((0, 0, 20, 40)),
+        "reserve_full": rng.random() < 0.6,
+        "tp": rng.choice((1, 1, 1, 2)),
+        "same_bytes": rng.random() < 0.3,
+        "save_decode": rng.random() < 0.4,
+        "pool_slots": rng.choice((3, 8, 16, 24, 64)),
+        "lower_tier": rng.random() < 0.4,
     }
     return Shape(**{**values, **fixed})
 

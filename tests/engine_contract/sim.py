@@ -26,18 +26,28 @@ class Sim:
     or in steps with ``work=True``."""
 
     def __init__(
-        self, shape: Shape | None = None, *, rules: dict[str, Any] | None = None, fails: Fails | None = None,
+        self,
+        shape: Shape | None = None,
+        *,
+        rules: dict[str, Any] | None = None,
+        fails: Fails | None = None,
         **stack: Any,
     ) -> None:
         self.shape = shape or Shape()
         self.stack: Stack = build_stack(self.shape, fails=fails, **stack)
         of_shape = SimRules(
-            block_tokens=self.shape.block, num_blocks=self.shape.num_blocks, chunk_tokens=self.shape.chunk,
-            batched_tokens=self.shape.batched_tokens, max_seqs=self.shape.max_seqs,
+            block_tokens=self.shape.block,
+            num_blocks=self.shape.num_blocks,
+            chunk_tokens=self.shape.chunk,
+            batched_tokens=self.shape.batched_tokens,
+            max_seqs=self.shape.max_seqs,
             prefix_caching=self.shape.prefix_caching,
         )
         self.engine = Simulator(
-            self.stack.connector, self.stack.workers, replace(of_shape, **(rules or {})), random.Random(1)
+            self.stack.connector,
+            self.stack.workers,
+            replace(of_shape, **(rules or {})),
+            random.Random(1),
         )
         self.requests: dict[str, SimRequest] = {}
         self.metas: list[StepMeta] = []
@@ -46,12 +56,16 @@ class Sim:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def add(self, req_id: str, tokens: Iterable[int], max_tokens: int = 1, **options: Any) -> SimRequest:
+    def add(
+        self, req_id: str, tokens: Iterable[int], max_tokens: int = 1, **options: Any
+    ) -> SimRequest:
         request = SimRequest(req_id, list(tokens), max_tokens, self.shape.block, **options)
         self.requests[req_id] = request
         return self.engine.add(request)
 
-    def serve(self, req_id: str, tokens: Iterable[int], max_tokens: int = 1, **options: Any) -> SimRequest:
+    def serve(
+        self, req_id: str, tokens: Iterable[int], max_tokens: int = 1, **options: Any
+    ) -> SimRequest:
         """Add a request and let everything happen until it has finished and the engine sleeps."""
         request = self.add(req_id, tokens, max_tokens, **options)
         self.settle()

@@ -25,7 +25,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
 from vllm.v1.request import Request
 
 from kvstow.device.cpu import CpuDevice
@@ -89,45 +94,79 @@ class Shape:
 def _model() -> ModelConfig:
     path = tempfile.mkdtemp(prefix="kvstow-tiny-")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": LAYERS, "vocab_size": VOCAB,
-        "max_position_embeddings": 4096, "torch_dtype": "float32", "rms_norm_eps": 1e-5, "head_dim": 8,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "float32",
+        "rms_norm_eps": 1e-5,
+        "head_dim": 8,
+    }
     with open(f"{path}/config.json", "w") as file:
         json.dump(config, file)
     return ModelConfig(
-        model=path, tokenizer=path, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN,
+        model=path,
+        tokenizer=path,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
         enforce_eager=True,
     )
 
 
 def vllm_config(shape: Shape, extra: dict[str, Any] | None = None) -> VllmConfig:
     scheduler = SchedulerConfig(
-        max_num_seqs=shape.max_seqs, max_num_batched_tokens=max(shape.batched_tokens, shape.max_seqs),
-        max_model_len=MAX_MODEL_LEN, enable_chunked_prefill=True, is_encoder_decoder=False,
-        async_scheduling=shape.async_scheduling, long_prefill_token_threshold=shape.long_prefill,
+        max_num_seqs=shape.max_seqs,
+        max_num_batched_tokens=max(shape.batched_tokens, shape.max_seqs),
+        max_model_len=MAX_MODEL_LEN,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+        async_scheduling=shape.async_scheduling,
+        long_prefill_token_threshold=shape.long_prefill,
         scheduler_reserve_full_isl=shape.reserve_full,
     )
     cache_config = CacheConfig(block_size=shape.block, enable_prefix_caching=shape.prefix_caching)
     cache_config.num_gpu_blocks = shape.num_blocks
-    role = "kv_both" if shape.loads and shape.stores else "kv_consumer" if shape.loads else "kv_producer"
+    role = (
+        "kv_both"
+        if shape.loads and shape.stores
+        else "kv_consumer"
+        if shape.loads
+        else "kv_producer"
+    )
     transfer = KVTransferConfig(
-        kv_connector="KVStowConnector", kv_connector_module_path="kvstow.vllm.connector", kv_role=role,
+        kv_connector="KVStowConnector",
+        kv_connector_module_path="kvstow.vllm.connector",
+        kv_role=role,
         kv_connector_extra_config=extra or {},
     )
     return VllmConfig(
-        model_config=_model(), scheduler_config=scheduler, cache_config=cache_config, parallel_config=ParallelConfig(),
-        device_config=DeviceConfig("cpu"), kv_transfer_config=transfer,
+        model_config=_model(),
+        scheduler_config=scheduler,
+        cache_config=cache_config,
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=transfer,
     )
 
 
 def kv_cache_config(shape: Shape) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=shape.block, num_kv_heads=1, head_size=HEAD_SIZE, dtype=torch.float32)
+    spec = FullAttentionSpec(
+        block_size=shape.block, num_kv_heads=1, head_size=HEAD_SIZE, dtype=torch.float32
+    )
     names = [f"layer.{layer}" for layer in range(LAYERS)]
     tensors: list[KVCacheTensor] = []
     more = {"hash_block_size": shape.block} if SAVES_ON_EMPTY else {}
     return KVCacheConfig(
-        num_blocks=shape.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=[KVCacheGroupSpec(names, spec)], **more
+        num_blocks=shape.num_blocks,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+        **more,
     )
 
 
@@ -139,19 +178,38 @@ def _hasher(block: int) -> Any:
 
 
 def make_request(
-    shape: Shape, req_id: str, prompt: Sequence[int] | None, max_tokens: int = 1, *,
-    skip_load: bool = False, skip_store: bool = False, lora: Any = None, salt: str | None = None,
-    priority: int = 0, mm_features: Any = None, prompt_embeds: Any = None, **sampling: Any,
+    shape: Shape,
+    req_id: str,
+    prompt: Sequence[int] | None,
+    max_tokens: int = 1,
+    *,
+    skip_load: bool = False,
+    skip_store: bool = False,
+    lora: Any = None,
+    salt: str | None = None,
+    priority: int = 0,
+    mm_features: Any = None,
+    prompt_embeds: Any = None,
+    **sampling: Any,
 ) -> Request:
     params = {"kvstow.skip_load": True} if skip_load else {}
     if skip_store:
         params["kvstow.skip_store"] = True
     return Request(
-        request_id=req_id, prompt_token_ids=None if prompt is None else list(prompt), pooling_params=None,
-        lora_request=lora, cache_salt=salt, priority=priority, mm_features=mm_features, prompt_embeds=prompt_embeds,
+        request_id=req_id,
+        prompt_token_ids=None if prompt is None else list(prompt),
+        pooling_params=None,
+        lora_request=lora,
+        cache_salt=salt,
+        priority=priority,
+        mm_features=mm_features,
+        prompt_embeds=prompt_embeds,
         sampling_params=SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, temperature=0.0,
-            extra_args={"kv_transfer_params": params} if params else None, **sampling,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            temperature=0.0,
+            extra_args={"kv_transfer_params": params} if params else None,
+            **sampling,
         ),
         block_hasher=_hasher(shape.block),
     )
@@ -207,7 +265,9 @@ class Stack:
     def check_idle(self) -> None:
         """Nothing is under way: every lease, slot, job and record must be gone."""
         self.pool.check_integrity()
-        assert self.pool.leased == 0, f"{self.pool.leased} slots are leased while nothing is under way"
+        assert self.pool.leased == 0, (
+            f"{self.pool.leased} slots are leased while nothing is under way"
+        )
         assert not self.engine.busy()
         assert not self.engine._fetches._waits, "somebody still waits for a fetch"
         assert not self.side._jobs._sent
@@ -228,7 +288,9 @@ class Stack:
         self.pool.close()
 
 
-def connector_of(config: VllmConfig, kv_config: KVCacheConfig, role: KVConnectorRole) -> KVStowConnector:
+def connector_of(
+    config: VllmConfig, kv_config: KVCacheConfig, role: KVConnectorRole
+) -> KVStowConnector:
     """A connector without the start-up that needs process groups."""
     connector = object.__new__(KVStowConnector)
     KVConnectorBase_V1.__init__(connector, config, role, kv_config)
@@ -237,10 +299,19 @@ def connector_of(config: VllmConfig, kv_config: KVCacheConfig, role: KVConnector
 
 
 def build_stack(
-    shape: Shape, seed: int = 0, *, connector: KVStowConnector | None = None, config: VllmConfig | None = None,
-    fails: Fails | None = None, fetch_deadline_s: float | None = 0.05, fetch_min_tokens: int | None = 0,
+    shape: Shape,
+    seed: int = 0,
+    *,
+    connector: KVStowConnector | None = None,
+    config: VllmConfig | None = None,
+    fails: Fails | None = None,
+    fetch_deadline_s: float | None = 0.05,
+    fetch_min_tokens: int | None = 0,
     adapter_of: Any = lambda lora: 0,
-    make_tiers: Any = None, pages_of: Any = Pages, policy: Any = None, clock: ManualClock | None = None,
+    make_tiers: Any = None,
+    pages_of: Any = Pages,
+    policy: Any = None,
+    clock: ManualClock | None = None,
     worker_of: Any = SimWorker,
 ) -> Stack:
     """``fetch_min_tokens`` 0: whatever a lower tier has is loaded; None: as learned.
@@ -252,9 +323,19 @@ def build_stack(
     clock, metrics = clock or ManualClock(), Metrics()
     block_bytes = LAYERS * kv_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     shards = 1 if shape.same_bytes else shape.tp
-    layout = ChunkLayout((GroupLayout(shape.block, shape.blocks_per_chunk, (block_bytes,) * shards),))
-    places = direct_places(shape.direct_areas, shape.pool_slots, layout, clock) if shape.direct_areas else None
-    pool = places[0] if places else HostPool.create(layout, shape.pool_slots * layout.max_frame_bytes, name="contract")
+    layout = ChunkLayout(
+        (GroupLayout(shape.block, shape.blocks_per_chunk, (block_bytes,) * shards),)
+    )
+    places = (
+        direct_places(shape.direct_areas, shape.pool_slots, layout, clock)
+        if shape.direct_areas
+        else None
+    )
+    pool = (
+        places[0]
+        if places
+        else HostPool.create(layout, shape.pool_slots * layout.max_frame_bytes, name="contract")
+    )
     sealer = ManualExecutor(clock, run_in_wait=True)
     background = [sealer]
     tiers, store = [], None
@@ -266,18 +347,33 @@ def build_stack(
     if make_tiers is not None:
         tiers = make_tiers(background, layout=layout, clock=clock, metrics=metrics)
     engine = Engine(
-        pool=pool, policy=policy or LRU(), tiers=tiers, layout=layout, clock=clock, metrics=metrics, sealer=sealer,
-        fetch_deadline_s=fetch_deadline_s, fetch_min_tokens=fetch_min_tokens,
+        pool=pool,
+        policy=policy or LRU(),
+        tiers=tiers,
+        layout=layout,
+        clock=clock,
+        metrics=metrics,
+        sealer=sealer,
+        fetch_deadline_s=fetch_deadline_s,
+        fetch_min_tokens=fetch_min_tokens,
     )
     namespace = Namespace.from_fields({"model": "tiny"})
     rules = Rules(shape.block, shape.block, shape.chunk, shape.save_decode, shape.lookahead)
     ranks = [(0, rank) for rank in range(shape.tp)]
     mount = Mount(
-        places[1] if places else pool.ref, {rank: 0 if shape.same_bytes else rank[1] for rank in ranks},
+        places[1] if places else pool.ref,
+        {rank: 0 if shape.same_bytes else rank[1] for rank in ranks},
         frozenset(ranks[:1] if shape.same_bytes else ranks),
     )
     side = SchedulerSide(
-        engine, namespace, rules, mount, loads=shape.loads, stores=shape.stores, clock=clock, metrics=metrics
+        engine,
+        namespace,
+        rules,
+        mount,
+        loads=shape.loads,
+        stores=shape.stores,
+        clock=clock,
+        metrics=metrics,
     )
     if connector is None:
         connector = connector_of(config, kv_config, KVConnectorRole.SCHEDULER)
@@ -288,8 +384,13 @@ def build_stack(
         pages = pages_of(shape.num_blocks, shape.block, LAYERS, 0 if shape.same_bytes else rank[1])
         device = WatchedDevice(CpuDevice(executor, clock), fails=fails, scribble=pages.scribble)
         worker_side = WorkerSide(
-            lambda kind, device=device: device, device_specs(kv_config), rank, (0, mount.shards[rank]), "here",
-            "", clock,
+            lambda kind, device=device: device,
+            device_specs(kv_config),
+            rank,
+            (0, mount.shards[rank]),
+            "here",
+            "",
+            clock,
         )
         worker_connector = connector_of(config, kv_config, KVConnectorRole.WORKER)
         worker_connector._worker = worker_side
@@ -298,8 +399,19 @@ def build_stack(
         worker_sides.append(worker_side)
         workers.append(worker_of(worker_connector, pages, device, runner, adapter_of=adapter_of))
     return Stack(
-        shape, random.Random(seed), clock, copies, background, pool, engine, side, connector, worker_sides, workers,
-        store, namespace,
+        shape,
+        random.Random(seed),
+        clock,
+        copies,
+        background,
+        pool,
+        engine,
+        side,
+        connector,
+        worker_sides,
+        workers,
+        store,
+        namespace,
     )
 
 

@@ -84,7 +84,9 @@ def test_b4_an_adapter_that_changed_in_place(tmp_path: Path) -> None:
     sim.serve("before", tokens, lora_request=adapter(tmp_path / "1", b"one"))
     sim.serve("after", tokens, lora_request=adapter(tmp_path / "1", b"another"))
     assert sim.loads() == 0
-    assert sim.stack.counter("stored_chunks") == 6, "its KV may be of either: nothing of it is stored"
+    assert sim.stack.counter("stored_chunks") == 6, (
+        "its KV may be of either: nothing of it is stored"
+    )
     sim.close()
 
 
@@ -125,7 +127,11 @@ def test_c7_every_budget_stores_every_chunk(per_chunk: int) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_c7_in_vllms_scheduler(asynchronous: bool) -> None:
     for budget in (1, 2, 3, 5, 7, 11, 15, 16, 17, 19, 23):
-        driver = Driver(Shape(batched_tokens=budget, max_seqs=1, async_scheduling=asynchronous, save_decode=True))
+        driver = Driver(
+            Shape(
+                batched_tokens=budget, max_seqs=1, async_scheduling=asynchronous, save_decode=True
+            )
+        )
         request = driver.add("cold", prompt(5 * 16 + 3), 32)
         driver.run()
         driver.settle()
@@ -203,9 +209,18 @@ def test_a_rank_that_cannot_map_the_pool() -> None:
 
 
 SENT = [
-    *({"kv_transfer_params": value} for value in ("x", "", 7, 0.0, True, ["kvstow.skip_load"], [], {})),
-    *({"kv_transfer_params": {SKIP_LOAD: value, SKIP_STORE: value}} for value in ("no", ["a"], [], {}, {"a": 1}, 0.5)),
-    *({"lora_request": SimpleNamespace(lora_name=name, lora_path=name)} for name in ("", "\0", "~nobody", "\ud800")),
+    *(
+        {"kv_transfer_params": value}
+        for value in ("x", "", 7, 0.0, True, ["kvstow.skip_load"], [], {})
+    ),
+    *(
+        {"kv_transfer_params": {SKIP_LOAD: value, SKIP_STORE: value}}
+        for value in ("no", ["a"], [], {}, {"a": 1}, 0.5)
+    ),
+    *(
+        {"lora_request": SimpleNamespace(lora_name=name, lora_path=name)}
+        for name in ("", "\0", "~nobody", "\ud800")
+    ),
     {"lora_request": SimpleNamespace(lora_name="a" * 9999, lora_path="a" * 9999)},
     {"cache_salt": "\0"},
     {"cache_salt": "한" * 9999},

@@ -33,7 +33,9 @@ def test_d1_full_hit_leaves_a_token_or_is_asynchronous(per_chunk: int, extra: in
     sim.serve("cold", tokens)
     request = SimRequest("warm", tokens, 1, 16)
     for local_blocks in range(len(tokens) // 16 + 1):
-        external, is_async = sim.stack.connector.get_num_new_matched_tokens(request, local_blocks * 16)
+        external, is_async = sim.stack.connector.get_num_new_matched_tokens(
+            request, local_blocks * 16
+        )
         assert external >= 0
         assert is_async or external == 0
         assert local_blocks * 16 + external <= len(tokens)
@@ -63,7 +65,15 @@ def test_d2_what_is_computed_locally_is_subtracted() -> None:
 
 
 def test_d3_resumed_with_other_blocks() -> None:
-    sim = Sim(Shape(blocks_per_chunk=2, batched_tokens=24, max_seqs=3, prefix_caching=False, save_decode=True))
+    sim = Sim(
+        Shape(
+            blocks_per_chunk=2,
+            batched_tokens=24,
+            max_seqs=3,
+            prefix_caching=False,
+            save_decode=True,
+        )
+    )
     for name in "abc":
         sim.add(name, prompt(90, seed=ord(name)), 40)
     for number in range(60):
@@ -72,7 +82,9 @@ def test_d3_resumed_with_other_blocks() -> None:
         sim.step(work=number % 3 == 0)  # Sim checks that tokens and blocks of every copy match
     sim.settle()
     assert sim.loads() > 0
-    assert all(sim.held(request) == (request.num_tokens - 1) // 32 for request in sim.requests.values())
+    assert all(
+        sim.held(request) == (request.num_tokens - 1) // 32 for request in sim.requests.values()
+    )
     sim.close()
 
 
@@ -81,9 +93,13 @@ def _stored(sim: Sim, request: SimRequest, computed: int, scheduled: int, *, new
     blocks = (list(range(1, 21)),)
     output = SimOutput(num_scheduled_tokens={request.request_id: scheduled})
     if new:
-        output.scheduled_new_reqs = [SimNew(request.request_id, request.prompt_token_ids, blocks, computed)]
+        output.scheduled_new_reqs = [
+            SimNew(request.request_id, request.prompt_token_ids, blocks, computed)
+        ]
     else:
-        output.scheduled_cached_reqs = SimCached([request.request_id], set(), {}, [None], [computed])
+        output.scheduled_cached_reqs = SimCached(
+            [request.request_id], set(), {}, [None], [computed]
+        )
     meta = sim.stack.connector.build_connector_meta(output)
     return sum(len(job.copies) for job in meta.stores)
 
@@ -106,8 +122,12 @@ def test_d3_resumed_as_if_it_were_new() -> None:
     request = SimRequest("resumed", prompt(40), 1, 16)
     sim.stack.connector.get_num_new_matched_tokens(request, 0)
     assert _stored(sim, request, 0, 40, new=True) == 2
-    sim.stack.side.update_from_workers(WorkerMeta(jobs={0: JobReport(1, {0, 1}, 0, 0.1)}))  # the copy failed
-    assert _stored(sim, request, 0, 40, new=True) == 2, "as vLLM's second model runner shows it after a preemption"
+    sim.stack.side.update_from_workers(
+        WorkerMeta(jobs={0: JobReport(1, {0, 1}, 0, 0.1)})
+    )  # the copy failed
+    assert _stored(sim, request, 0, 40, new=True) == 2, (
+        "as vLLM's second model runner shows it after a preemption"
+    )
     sim.stack.close()
 
 
@@ -141,7 +161,9 @@ def evict(sim: Sim, count: int) -> None:
 @pytest.mark.parametrize("per_chunk", [1, 2])
 @pytest.mark.parametrize("evicted", [1, 2, 4])
 @pytest.mark.parametrize("local_blocks", [0, 1])
-def test_d5_evicted_between_lookup_and_allocation(per_chunk: int, evicted: int, local_blocks: int) -> None:
+def test_d5_evicted_between_lookup_and_allocation(
+    per_chunk: int, evicted: int, local_blocks: int
+) -> None:
     sim = Sim(Shape(blocks_per_chunk=per_chunk, pool_slots=4))
     tokens = prompt(4 * sim.shape.chunk + 5)
     sim.serve("cold", tokens)
@@ -168,7 +190,11 @@ def test_d5_evicted_between_lookup_and_allocation(per_chunk: int, evicted: int, 
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_d6_loads_that_start_inside_a_chunk(block: int) -> None:
     per_chunk = 256 // block
-    sim = Sim(Shape(num_blocks=80, block=block, blocks_per_chunk=per_chunk, batched_tokens=512, pool_slots=4))
+    sim = Sim(
+        Shape(
+            num_blocks=80, block=block, blocks_per_chunk=per_chunk, batched_tokens=512, pool_slots=4
+        )
+    )
     tokens = prompt(512 + 3)
     sim.serve("cold", tokens)
     hit = sim.engine._local_hit
@@ -208,7 +234,9 @@ def test_d_blocks_that_a_live_request_gives_back_are_refused(spec: Any, why: str
 
 def test_d_a_window_as_long_as_the_context_is_served() -> None:
     config = kv_cache_config(Shape())
-    config.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(**SPEC, sliding_window=MAX_MODEL_LEN)
+    config.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(
+        **SPEC, sliding_window=MAX_MODEL_LEN
+    )
     assert block_geometry(vllm_config(Shape()), config).block_tokens == 16
 
 
@@ -217,8 +245,12 @@ def test_d_models_without_prefix_caching_are_refused(monkeypatch: pytest.MonkeyP
     refuse_unserved_model(config)
     monkeypatch.setattr(ModelConfig, "attn_type", "decoder")
     for kind, refused in (("LAST", False), ("MEAN", True), ("CLS", True)):
-        monkeypatch.setattr(config.model_config, "pooler_config", PoolerConfig(seq_pooling_type=kind))
-        with pytest.raises(UnsupportedError, match="no prefix caching") if refused else nullcontext():
+        monkeypatch.setattr(
+            config.model_config, "pooler_config", PoolerConfig(seq_pooling_type=kind)
+        )
+        with (
+            pytest.raises(UnsupportedError, match="no prefix caching") if refused else nullcontext()
+        ):
             refuse_unserved_model(config)
 
 
@@ -334,7 +366,9 @@ def test_d12_results_of_what_is_forgotten() -> None:
     for _ in range(3):
         sim.stack.side.update_from_workers(late)
     sim.stack.connector.request_finished(SimRequest("never seen", [1], 1, 16), [])
-    sim.stack.connector.update_state_after_alloc(SimRequest("never seen", [1], 1, 16), SimBlocks([1]), 16)
+    sim.stack.connector.update_state_after_alloc(
+        SimRequest("never seen", [1], 1, 16), SimBlocks([1]), 16
+    )
     assert not sim.stack.side._broken
     sim.settle()
     sim.close()

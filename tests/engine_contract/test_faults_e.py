@@ -75,7 +75,9 @@ def test_e2_the_end_of_an_aborted_load_frees_its_blocks() -> None:
     sim = Sim(Shape(num_blocks=10, prefix_caching=False))
     tokens = prompt(100)
     sim.serve("cold", tokens)
-    for number in range(30):  # each leaves 7 of 9 blocks for a while: one leak and nothing is admitted
+    for number in range(
+        30
+    ):  # each leaves 7 of 9 blocks for a while: one leak and nothing is admitted
         sim.add(f"warm{number}", tokens)
         for _ in range(number % 4):
             sim.step()
@@ -117,7 +119,9 @@ def every_copy(load: bool) -> Any:
 
 @pytest.mark.parametrize("what", ["nothing", "duplicates", "failures"])
 def test_e4_finished_whatever_became_of_the_stores(what: str) -> None:
-    sim = Sim(Shape(prefix_caching=False), fails=every_copy(load=False) if what == "failures" else None)
+    sim = Sim(
+        Shape(prefix_caching=False), fails=every_copy(load=False) if what == "failures" else None
+    )
     tokens = prompt(10 if what == "nothing" else 100)
     if what == "duplicates":
         sim.serve("first", tokens)
@@ -166,7 +170,9 @@ def test_a7_f5_a_failed_load_is_reported_from_its_first_hole_once(per_chunk: int
     sim.serve("cold", tokens)
     lost: list[set[int]] = []
     take = sim.stack.workers[0].connector.get_block_ids_with_load_errors
-    sim.stack.workers[0].connector.get_block_ids_with_load_errors = lambda: lost.append(take()) or lost[-1]
+    sim.stack.workers[0].connector.get_block_ids_with_load_errors = lambda: (
+        lost.append(take()) or lost[-1]
+    )
     warm = sim.add("warm", tokens, 4)
     sim.step(work=True)
     blocks = list(warm.blocks)
@@ -220,7 +226,9 @@ def test_a14_lengths_around_chunks_in_three_passes(per_chunk: int) -> None:
         if run == 2:
             sim.engine.pool.forget_cached()
         for length in lengths:
-            outputs[length].append(sim.serve(f"{run}/{length}", prompt(length, seed=length), 5).output_token_ids)
+            outputs[length].append(
+                sim.serve(f"{run}/{length}", prompt(length, seed=length), 5).output_token_ids
+            )
     assert all(first == second == third for first, second, third in outputs.values())
     assert sim.engine.loaded_tokens >= sum(length // chunk * chunk for length in lengths)
     sim.close()

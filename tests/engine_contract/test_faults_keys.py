@@ -25,14 +25,20 @@ def keys(
 ) -> list[ChunkKey]:
     """Of one prompt, always the same tokens. ``images``: hash, place, length."""
     request = Request(
-        request_id="r", prompt_token_ids=TOKENS, pooling_params=None, cache_salt=salt,
-        sampling_params=SamplingParams(max_tokens=1), block_hasher=_hasher(16),
+        request_id="r",
+        prompt_token_ids=TOKENS,
+        pooling_params=None,
+        cache_salt=salt,
+        sampling_params=SamplingParams(max_tokens=1),
+        block_hasher=_hasher(16),
         mm_features=[
             MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(at, length))
             for identifier, at, length in images
         ],
-    )  # fmt: skip
-    return Tracked(request, Rules(16, 16, 16 * per_chunk, False, 0), NAMESPACE, load=True, store=True).keys()
+    )
+    return Tracked(
+        request, Rules(16, 16, 16 * per_chunk, False, 0), NAMESPACE, load=True, store=True
+    ).keys()
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2])
@@ -64,7 +70,9 @@ def test_b5_salts_are_kept_apart_and_their_text_is_nowhere() -> None:
     assert plain == empty
     salts = ["a", "b", "a@b", "a/b", "%2F", "..", "tenant-secret"]
     salted = [keys(salt=salt) for salt in salts]
-    assert len({key for chain in [plain, *salted] for key in chain}) == (len(salts) + 1) * len(plain)
+    assert len({key for chain in [plain, *salted] for key in chain}) == (len(salts) + 1) * len(
+        plain
+    )
     for key in salted[-1]:
         name = chunk_path(bytes(key.namespace), key.digest())
         assert b"tenant-secret" not in bytes(key)

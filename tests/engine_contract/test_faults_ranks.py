@@ -30,7 +30,9 @@ def test_a12_each_rank_reads_back_its_own_bytes(tp: int) -> None:
     pages = [worker.pages.tensors["layer.0"].clone() for worker in sim.stack.workers]
     assert not any(torch.equal(pages[0], other) for other in pages[1:])
     assert sim.stack.store is not None
-    assert sim.stack.store.calls["write"] == 6, "a chunk is one object, whatever the number of ranks"
+    assert sim.stack.store.calls["write"] == 6, (
+        "a chunk is one object, whatever the number of ranks"
+    )
     forget_memory(sim)
     sim.serve("warm", tokens, 4)
     assert sim.engine.loaded_tokens == 96
@@ -76,10 +78,14 @@ def test_f1_who_shares_the_blocks_of_a_failed_load_waits_until_they_are_computed
 
 def test_f2_several_groups_are_refused_by_name_and_never_reach_the_recovery() -> None:
     shape = Shape()
-    spec = FullAttentionSpec(block_size=shape.block, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    spec = FullAttentionSpec(
+        block_size=shape.block, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
     one = kv_cache_config(shape)
     two = replace(one, kv_cache_groups=[*one.kv_cache_groups, KVCacheGroupSpec(["layer.9"], spec)])
-    with pytest.raises(UnsupportedError, match=r"2 KV cache groups.*--disable-hybrid-kv-cache-manager"):
+    with pytest.raises(
+        UnsupportedError, match=r"2 KV cache groups.*--disable-hybrid-kv-cache-manager"
+    ):
         block_geometry(vllm_config(shape), two)
     assert block_geometry(vllm_config(shape), one).block_tokens == shape.block
 

@@ -22,8 +22,10 @@ from tests.engine_contract.vllm_scheduler import Driver
 pytestmark = pytest.mark.contract
 
 BLOCK: dict[str, Any] = {
-    "kv_connector": "LMCacheConnectorV1", "kv_connector_module_path": "kvstow.vllm.lmcache", "kv_role": "kv_both",
-}  # fmt: skip
+    "kv_connector": "LMCacheConnectorV1",
+    "kv_connector_module_path": "kvstow.vllm.lmcache",
+    "kv_role": "kv_both",
+}
 
 
 def config(workers: int = 1, **transfer: Any) -> Any:
@@ -43,7 +45,9 @@ def test_the_modules_path_is_stronger_than_the_name_that_vllm_has_registered() -
     found: Any = KVConnectorFactory.get_connector_class(config().kv_transfer_config)
     assert found is LMCacheConnectorV1
     assert issubclass(found, KVStowConnector)
-    assert not supports_hma(found), "vLLM then takes its one-group fallback, as with KVStowConnector"
+    assert not supports_hma(found), (
+        "vLLM then takes its one-group fallback, as with KVStowConnector"
+    )
 
 
 def test_lmcaches_variables_are_read_under_its_name_and_sizes_are_of_every_worker() -> None:
@@ -68,7 +72,9 @@ def test_vllms_command_line_is_read_under_both_names() -> None:
 
 
 @pytest.mark.parametrize(("priority", "stored"), [(1, True), (2, False), (0, True)])
-def test_requests_above_the_priority_limit_are_restored_and_not_stored(priority: int, stored: bool) -> None:
+def test_requests_above_the_priority_limit_are_restored_and_not_stored(
+    priority: int, stored: bool
+) -> None:
     driver = Driver(Shape(prefix_caching=False))
     side = driver.stack.side
     side._rules = replace(side._rules, priority_limit=1)
@@ -81,7 +87,9 @@ def test_requests_above_the_priority_limit_are_restored_and_not_stored(priority:
         return driver.stack.counter("hit_tokens")
 
     assert hit_tokens("first", priority) == 0
-    assert (hit_tokens("second", 9) > 0) is stored, "whoever stored it, a request of any priority may restore it"
+    assert (hit_tokens("second", 9) > 0) is stored, (
+        "whoever stored it, a request of any priority may restore it"
+    )
     driver.close()
 
 
@@ -92,23 +100,35 @@ def test_o1_an_error_of_the_engines_own_checks_names_lmcaches_key(
     monkeypatch.setenv("LMCACHE_CHUNKSIZE", "256")
     monkeypatch.setattr(start, "check_ranks", lambda *_: None)
     monkeypatch.setattr(start, "block_geometry", lambda *_: SimpleNamespace(block_tokens=48))
-    hello: Any = SimpleNamespace(shard=(0, 0), groups=[SimpleNamespace(block_bytes=4096)], backends="x")
+    hello: Any = SimpleNamespace(
+        shard=(0, 0), groups=[SimpleNamespace(block_bytes=4096)], backends="x"
+    )
     nothing: Any = None
     with caplog.at_level(logging.INFO, "kvstow"), pytest.raises(SettingsError) as error:
         start.scheduler_side(config(workers=2), nothing, {(0, 0): hello})
-    assert "chunk_size 256 is not a multiple of vLLM's block size 48: set it to 240 or 288" in str(error.value)
+    assert "chunk_size 256 is not a multiple of vLLM's block size 48: set it to 240 or 288" in str(
+        error.value
+    )
     assert str(error.value).endswith("(chunk_size is from LMCACHE_CHUNK_SIZE)")
     said = {record.getMessage(): record.levelname for record in caplog.records}
-    assert said[
-        "LMCache settings: max_local_cpu_size is GiB of each worker, kvstow's sizes are per engine: 2 GiB x 2 = "
-        "memory.size 4GiB"
-    ] == "INFO"
-    assert said[
-        "LMCache settings: LMCACHE_CHUNKSIZE is not a key of LMCache's and is ignored; did you mean chunk_size?"
-    ] == "WARNING"
+    assert (
+        said[
+            "LMCache settings: max_local_cpu_size is GiB of each worker, kvstow's sizes are per engine: 2 GiB x 2 = "
+            "memory.size 4GiB"
+        ]
+        == "INFO"
+    )
+    assert (
+        said[
+            "LMCache settings: LMCACHE_CHUNKSIZE is not a key of LMCache's and is ignored; did you mean chunk_size?"
+        ]
+        == "WARNING"
+    )
 
 
-def test_c1_a_random_root_hash_with_a_tier_of_lmcaches_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c1_a_random_root_hash_with_a_tier_of_lmcaches_is_a_runtime_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LMCACHE_REMOTE_URL", "redis://h")
     monkeypatch.setattr(start, "variable", lambda _: None)
     monkeypatch.setattr(start, "block_geometry", lambda *_: None)
@@ -120,10 +140,14 @@ def test_c1_a_random_root_hash_with_a_tier_of_lmcaches_is_a_runtime_error(monkey
         start.prepare_scheduler(one, nothing)
     monkeypatch.delenv("LMCACHE_REMOTE_URL")
     start.prepare_scheduler(one, nothing)
-    assert one.kv_transfer_config.kv_load_failure_policy == "recompute", "the blocks as they are recompute failed loads"
+    assert one.kv_transfer_config.kv_load_failure_policy == "recompute", (
+        "the blocks as they are recompute failed loads"
+    )
 
 
-@pytest.mark.parametrize(("policy", "caching"), [("priority", True), ("priority", False), ("fcfs", True)])
+@pytest.mark.parametrize(
+    ("policy", "caching"), [("priority", True), ("priority", False), ("fcfs", True)]
+)
 def test_priorities_with_prefix_caching_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, policy: str, caching: bool
 ) -> None:

@@ -13,7 +13,17 @@ import pytest
 
 from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.paced import PacedStore
-from kvstow.testing.virtual import BLOCK, FRAME_BYTES, TIER, Model, Served, VirtualServer, fill, request, virtual_server
+from kvstow.testing.virtual import (
+    BLOCK,
+    FRAME_BYTES,
+    TIER,
+    Model,
+    Served,
+    VirtualServer,
+    fill,
+    request,
+    virtual_server,
+)
 
 MODEL = Model()
 DEADLINE_S = 0.2  # what a wait without a sign of life may take
@@ -30,10 +40,15 @@ def below() -> MemoryStore:
 
 def pace(speed: float, **more: float) -> PacedStore:
     """A store that is ``speed`` times as slow as computing, per chunk."""
-    return PacedStore(below(), **{"fixed_s": 0.001, "probe_s": 0.0002, "byte_s": speed * MODEL.chunk_byte_s, **more})
+    return PacedStore(
+        below(),
+        **{"fixed_s": 0.001, "probe_s": 0.0002, "byte_s": speed * MODEL.chunk_byte_s, **more},
+    )
 
 
-def arrivals(count: int, gap_s: float, seed: int = 1, sizes: Sequence[int] = SIZES) -> list[tuple[float, Any]]:
+def arrivals(
+    count: int, gap_s: float, seed: int = 1, sizes: Sequence[int] = SIZES
+) -> list[tuple[float, Any]]:
     rng, at = random.Random(seed), 0.0
     prompts = [prompt for prompt in PROMPTS if prompt[1] in sizes]
     found = []
@@ -47,7 +62,9 @@ def serve(
     store: PacedStore | None, requests: list[tuple[float, Any]], **more: Any
 ) -> tuple[VirtualServer, list[Served]]:
     """By a new server, whose pool holds little: what is found comes from below."""
-    server = virtual_server(below(), MODEL, pace=store, loads=store is not None, **{"pool_chunks": 340, **more})
+    server = virtual_server(
+        below(), MODEL, pace=store, loads=store is not None, **{"pool_chunks": 340, **more}
+    )
     served = server.run(requests)
     assert server.engine.drain(1e12)
     server.engine.close(1.0)
@@ -105,7 +122,10 @@ def test_between_the_two_large_prompts_are_loaded_and_small_ones_computed() -> N
 
 
 def changing(
-    server: VirtualServer, store: PacedStore, speeds: dict[float, float], at: list[tuple[float, Any]]
+    server: VirtualServer,
+    store: PacedStore,
+    speeds: dict[float, float],
+    at: list[tuple[float, Any]],
 ) -> list[Served]:
     """Serve while the store's speed changes at the given seconds; memory forgets everything then."""
     began_s, step, left = server.clock.monotonic(), server.side.build_meta, list(speeds.items())
@@ -125,7 +145,9 @@ def test_a_store_that_becomes_slow_and_fast_again_is_left_and_used_again() -> No
     _, without = serve(None, arrivals(300, 0.4, sizes=sizes))
     store = pace(0.05)
     server = virtual_server(below(), MODEL, pace=store, pool_chunks=340)
-    served = changing(server, store, {0.0: 0.05, 40.0: 100.0, 80.0: 0.05}, arrivals(300, 0.4, sizes=sizes))
+    served = changing(
+        server, store, {0.0: 0.05, 40.0: 100.0, 80.0: 0.05}, arrivals(300, 0.4, sizes=sizes)
+    )
     began_s = served[0].arrives_s - arrivals(1, 0.4, sizes=sizes)[0][0]
     assert_promise(served, without)
     by_phase: list[list[int]] = [[], [], []]
@@ -133,7 +155,9 @@ def test_a_store_that_becomes_slow_and_fast_again_is_left_and_used_again() -> No
         by_phase[min(2, int((each.arrives_s - began_s) // 40))].append(i)
     first, slow, last = ([served[i] for i in phase] for phase in by_phase)
     assert hit_share(first[1:-2]) == 1.0
-    assert hit_share(slow[10:]) < 0.1, "only what was read to look at the tier again, and stayed in memory"
+    assert hit_share(slow[10:]) < 0.1, (
+        "only what was read to look at the tier again, and stayed in memory"
+    )
     assert mean_ttft(slow) <= 1.05 * mean_ttft([without[i] for i in by_phase[1]]) + 0.05
     used_again = next(i for i, each in enumerate(last) if each.loaded_tokens)
     assert used_again <= 80, "as often as a tier is looked at again, and some"
@@ -147,8 +171,12 @@ def test_h6_k2_a_store_that_hangs_costs_a_wait_each_until_it_is_bypassed() -> No
     server = virtual_server(below(), MODEL, pace=store, pool_chunks=2000)
     server.run(arrivals(10, 0.4, sizes=(1, 2)))
     store.hangs = True
-    served = server.run([(at, request(f"h{each.request_id}", 3 + i % 20, 160)) for i, (at, each) in
-                         enumerate(arrivals(60, 0.4, sizes=sizes))])
+    served = server.run(
+        [
+            (at, request(f"h{each.request_id}", 3 + i % 20, 160))
+            for i, (at, each) in enumerate(arrivals(60, 0.4, sizes=sizes))
+        ]
+    )
     assert max(each.ttft_s for each in served[:1]) <= 1.0
     assert mean_ttft(served) <= 1.05 * max(each.ttft_s for each in without) + DEADLINE_S
 
@@ -160,7 +188,10 @@ def test_many_at_once_share_one_queue() -> None:
 
     def both() -> list[tuple[float, Any]]:
         first = [(at, request(f"w{i}", *PROMPTS[3])) for i, (at, _) in enumerate(warm)]
-        return first + [(30.0, each.__class__(each.request_id, each.prompt_token_ids, 4, BLOCK)) for _, each in burst]
+        return first + [
+            (30.0, each.__class__(each.request_id, each.prompt_token_ids, 4, BLOCK))
+            for _, each in burst
+        ]
 
     _, without = serve(None, both(), pool_chunks=6000)
     for speed in (0.1, 0.5, 1.0, 10.0):
@@ -209,11 +240,17 @@ def test_fixed_settings_replace_what_is_learned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "check"), [(logging.DEBUG, lambda lines: any("loading pays from" in line for line in lines)),
-                         (logging.INFO, lambda lines: not any("loading pays" in line for line in lines))],
-)  # fmt: skip
+    ("level", "check"),
+    [
+        (logging.DEBUG, lambda lines: any("loading pays from" in line for line in lines)),
+        (logging.INFO, lambda lines: not any("loading pays" in line for line in lines)),
+    ],
+)
 def test_decisions_are_logged_at_debug(
-    level: int, check: Callable[[list[str]], bool], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    level: int,
+    check: Callable[[list[str]], bool],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("kvstow"), "propagate", True)
     with caplog.at_level(level, "kvstow"):
@@ -223,7 +260,11 @@ def test_decisions_are_logged_at_debug(
 
 def test_estimates_are_gauges() -> None:
     server, _ = serve(pace(0.1), arrivals(40, 0.5))
-    gauges = server.totals.get("gauges", {}) or (server.counted("") and {}) or server.totals["gauges"]
+    gauges = (
+        server.totals.get("gauges", {}) or (server.counted("") and {}) or server.totals["gauges"]
+    )
     assert gauges["prefill_seconds_per_token"] == pytest.approx(MODEL.token_s, rel=0.3)
-    assert gauges[f"load_seconds_per_byte|{TIER}"] == pytest.approx(0.1 * MODEL.chunk_byte_s, rel=0.5)
+    assert gauges[f"load_seconds_per_byte|{TIER}"] == pytest.approx(
+        0.1 * MODEL.chunk_byte_s, rel=0.5
+    )
     assert gauges[f"load_fixed_seconds|{TIER}"] < 0.005

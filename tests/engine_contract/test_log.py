@@ -35,8 +35,13 @@ def test_a_device_that_always_fails_does_not_fill_the_log(caplog: pytest.LogCapt
     with caplog.at_level(logging.ERROR, logger="kvstow"):
         logging.getLogger("kvstow").propagate = True
         lines = said(1)
-        assert sum(line.startswith("A worker reports: store of request") for line in lines) >= 2 * MAX_ERRORS
+        assert (
+            sum(line.startswith("A worker reports: store of request") for line in lines)
+            >= 2 * MAX_ERRORS
+        )
         assert len(lines) <= 4 * (MAX_ERRORS + 1)
-        assert len(said(10)) >= 9 * 4 * MAX_ERRORS - 4 * MAX_ERRORS, "it is said again while it goes on"
+        assert len(said(10)) >= 9 * 4 * MAX_ERRORS - 4 * MAX_ERRORS, (
+            "it is said again while it goes on"
+        )
     assert sim.stack.counter("failed_chunks") >= 600
     sim.close()

@@ -18,20 +18,26 @@ pytestmark = pytest.mark.contract
 NAMES = ("a", "b", "c")
 
 
-def shapes(spec: Any, layout: str, *, on_cpu: bool = False, page_bytes: int | None = None) -> list[list[KVShape]]:
+def shapes(
+    spec: Any, layout: str, *, on_cpu: bool = False, page_bytes: int | None = None
+) -> list[list[KVShape]]:
     page = page_bytes or spec.page_size_bytes
     layers = tuple(LayerPages(name, page, layout) for name in NAMES)
     pages = GroupPages(spec.block_size, layers)
     groups, more = [interface.KVCacheGroupSpec(list(NAMES), spec)], {}
     if SAVES_ON_EMPTY:
         more["hash_block_size"] = spec.block_size
-    config = interface.KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups, **more)
+    config = interface.KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups, **more
+    )
     chunks = ChunkLayout((GroupLayout(spec.block_size, 2, (pages.block_bytes,) * 2),))
     return kv_shapes(config, chunks, [(pages,), (pages,)], on_cpu=on_cpu)
 
 
 def full(dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
-    return interface.FullAttentionSpec(block_size=16, num_kv_heads=3, head_size=8, dtype=dtype, **more)
+    return interface.FullAttentionSpec(
+        block_size=16, num_kv_heads=3, head_size=8, dtype=dtype, **more
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,12 @@ def test_pages_that_are_known(layout: str, on_cpu: bool, order: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(torch.float32, "float32"), (torch.float16, "float16"), (torch.uint8, "float8"), (torch.int8, "float8")],
+    [
+        (torch.float32, "float32"),
+        (torch.float16, "float16"),
+        (torch.uint8, "float8"),
+        (torch.int8, "float8"),
+    ],
 )
 def test_types(dtype: torch.dtype, name: str) -> None:
     [[one, _]] = shapes(full(dtype), "packed_heads.hnc")
@@ -58,7 +69,9 @@ def test_types(dtype: torch.dtype, name: str) -> None:
 
 
 def test_latents() -> None:
-    spec = interface.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=72, dtype=torch.bfloat16)
+    spec = interface.MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=72, dtype=torch.bfloat16
+    )
     [[one, _]] = shapes(spec, "mla.nc", on_cpu=True)
     assert one == KVShape("bfloat16", 3, 2, 1, 1, 16, 72, "khnc")
 

@@ -22,16 +22,25 @@ def run_seed(seed: int, *, direct: pytest.MonkeyPatch | None = None) -> tuple[St
     fixed = {"direct_areas": rng.choice((2, 3, 8)), "lower_tier": False} if direct else {}
     shape = random_shape(rng, async_scheduling=False, block=16, defer_save=drafts > 0, **fixed)
     chance = rng.choice((0.0, 0.0, 0.15))
-    fetch = {"fetch_min_tokens": None, "fetch_deadline_s": None} if seed % 3 == 0 else {}  # as learned
+    fetch = (
+        {"fetch_min_tokens": None, "fetch_deadline_s": None} if seed % 3 == 0 else {}
+    )  # as learned
     stack = build_stack(shape, seed, fails=random_failures(rng, chance), **fetch)
     if direct:
         disk_fails = rng.choice((0.0, 0.02, 0.2))
         open_direct = opener(stack.clock, stack.background, [], random.Random(seed), disk_fails)
         direct.setattr("kvstow.vllm.worker.open_direct", open_direct)
     rules = SimRules(
-        block_tokens=shape.block, num_blocks=shape.num_blocks, chunk_tokens=shape.chunk, drafts=drafts,
-        batched_tokens=shape.batched_tokens, max_seqs=shape.max_seqs, prefix_caching=shape.prefix_caching,
-        queries=rng.choice((1, 2, 50)), refuse_allocation=rng.choice((0.0, 0.3)), ignore_hit=rng.choice((0.0, 0.2)),
+        block_tokens=shape.block,
+        num_blocks=shape.num_blocks,
+        chunk_tokens=shape.chunk,
+        drafts=drafts,
+        batched_tokens=shape.batched_tokens,
+        max_seqs=shape.max_seqs,
+        prefix_caching=shape.prefix_caching,
+        queries=rng.choice((1, 2, 50)),
+        refuse_allocation=rng.choice((0.0, 0.3)),
+        ignore_hit=rng.choice((0.0, 0.2)),
         preempt=rng.choice((0.0, 0.05)),
     )
     simulator = Simulator(stack.connector, stack.workers, rules, rng)
@@ -44,7 +53,11 @@ def run_seed(seed: int, *, direct: pytest.MonkeyPatch | None = None) -> tuple[St
             prompt = traffic.prompt([r.all_token_ids for r in everyone if r.is_finished()])
             options = {f"kvstow.{name}": value for name, value in traffic.options().items()}
             request = SimRequest(
-                f"r{added}", prompt, rng.randint(1, 20), shape.block, kv_transfer_params=options,
+                f"r{added}",
+                prompt,
+                rng.randint(1, 20),
+                shape.block,
+                kv_transfer_params=options,
                 skip_reading_prefix_cache=rng.random() < 0.05,
             )
             everyone.append(simulator.add(request))
@@ -82,7 +95,9 @@ def check_output(stack: Stack, request: SimRequest) -> None:
     """The tokens are those of an engine without any cache."""
     for index, token in enumerate(request.output_token_ids):
         known = request.all_token_ids[: request.num_prompt_tokens + index]
-        assert token == stack.workers[0].expected_token(known), f"{request.request_id}: output {index}"
+        assert token == stack.workers[0].expected_token(known), (
+            f"{request.request_id}: output {index}"
+        )
 
 
 BATCH = 20

@@ -34,7 +34,9 @@ def output(new: int = 0, decoding: int = 0, drafts: int = 0, more: int = 0) -> A
     of one of them."""
     return SimpleNamespace(
         total_num_scheduled_tokens=new + decoding * (1 + drafts) + more,
-        scheduled_spec_decode_tokens={f"d{i}": [0] * drafts for i in range(decoding)} if drafts else {},
+        scheduled_spec_decode_tokens={f"d{i}": [0] * drafts for i in range(decoding)}
+        if drafts
+        else {},
         scheduled_cached_reqs=SimpleNamespace(req_ids=[f"d{i}" for i in range(decoding)]),
     )
 
@@ -47,9 +49,15 @@ def times(learns: bool = True) -> tuple[StepTimes, FakeEngine, ManualClock]:
 
 @pytest.mark.parametrize(
     ("step", "expected"),
-    [(output(new=100), 100), (output(decoding=5), 0), (output(decoding=5, drafts=3), 0), (output(100, 5, 3), 100),
-     (output(decoding=2, more=99), 99), (output(), 0)],
-)  # fmt: skip
+    [
+        (output(new=100), 100),
+        (output(decoding=5), 0),
+        (output(decoding=5, drafts=3), 0),
+        (output(100, 5, 3), 100),
+        (output(decoding=2, more=99), 99),
+        (output(), 0),
+    ],
+)
 def test_prompt_tokens_of_a_step(step: Any, expected: int) -> None:
     assert prefill_tokens(step) == expected
 

@@ -68,7 +68,9 @@ class MarkedPages(Pages):
         rows = self._rows(blocks, 0, len(states))
         for words, factor in zip(self._words, self._factor, strict=True):
             right = _words_of(states, factor)
-            unmarked = numpy.where(marked(words[rows]), words[rows, 1] ^ numpy.uint64(1), words[rows, 1])
+            unmarked = numpy.where(
+                marked(words[rows]), words[rows, 1] ^ numpy.uint64(1), words[rows, 1]
+            )
             equal = (words[rows, 0] == right[:, 0]) & (unmarked == right[:, 1])
             if not equal.all():
                 return int(equal.argmin())
@@ -101,7 +103,9 @@ class MarkCoder:
 class World:
     """A driver whose first lower tier is lossy and whose second is exact, if there is a second."""
 
-    def __init__(self, shape: Shape, seed: int = 0, *, exact_tier: bool = True, **options: Any) -> None:
+    def __init__(
+        self, shape: Shape, seed: int = 0, *, exact_tier: bool = True, **options: Any
+    ) -> None:
         self.stores = [MemoryStore() for _ in range(1 + exact_tier)]
         self.driver = Driver(shape, seed, make_tiers=self._tiers, pages_of=MarkedPages, **options)
         self.lossy_loads = self.tainted = 0
@@ -125,13 +129,17 @@ class World:
                 self.lossy_loads += 1
                 assert all(one.all() for one in marks)
             else:
-                assert not any(one.any() for one in marks), "the pool has a tainted chunk that passes for exact"
+                assert not any(one.any() for one in marks), (
+                    "the pool has a tainted chunk that passes for exact"
+                )
         for store in self.stores[1:]:
             for data in store._values.values():
                 header = frame.parse_header(data[:4096])
                 spans = [data[span.offset : span.offset + span.length] for span in header.spans]
                 assert not header.lossy
-                assert not any(marked(words_in(span)).any() for span in spans), "an exact tier has a tainted chunk"
+                assert not any(marked(words_in(span)).any() for span in spans), (
+                    "an exact tier has a tainted chunk"
+                )
         pages, chunk = stack.workers[0].pages, stack.shape.chunk
         for request in self.driver.scheduler.running:
             tracked = stack.side._tracked[request.request_id]
@@ -140,7 +148,9 @@ class World:
                 first = tracked.exact_chunks * chunk // stack.shape.block
                 until = first + stack.shape.blocks_per_chunk
                 blocks = tracked.blocks[first:until]
-                assert pages.marks(blocks, len(blocks) * stack.shape.block).any(), "an exact request counts as tainted"
+                assert pages.marks(blocks, len(blocks) * stack.shape.block).any(), (
+                    "an exact request counts as tainted"
+                )
 
 
 def run_seed(seed: int, **fixed: Any) -> World:
@@ -149,16 +159,23 @@ def run_seed(seed: int, **fixed: Any) -> World:
     shape = random_shape(rng, lower_tier=False, **fixed)
     chance = rng.choice((0.0, 0.0, 0.1))
     world = World(
-        shape, seed, exact_tier=rng.random() < 0.6, fails=random_failures(rng, chance),
+        shape,
+        seed,
+        exact_tier=rng.random() < 0.6,
+        fails=random_failures(rng, chance),
         fetch_deadline_s=rng.choice((0.05, 1.0)),
-    )  # fmt: skip
+    )
     driver = world.driver
     traffic = Traffic(rng, shape, min(220, (shape.num_blocks - 2) * shape.block - 32))
     pace, speed, added = rng.choice((0.1, 0.4, 1.0)), rng.choice((0.3, 0.8, 1.0)), 0
     while added < REQUESTS or driver.unfinished:
         if added < REQUESTS and rng.random() < pace and len(driver.unfinished) < 8:
-            finished = [[*driver.requests[r].prompt_token_ids, *driver.outputs[r]] for r in driver.outputs]
-            driver.add(f"r{added}", traffic.prompt(finished), rng.randint(1, 24), **traffic.options())
+            finished = [
+                [*driver.requests[r].prompt_token_ids, *driver.outputs[r]] for r in driver.outputs
+            ]
+            driver.add(
+                f"r{added}", traffic.prompt(finished), rng.randint(1, 24), **traffic.options()
+            )
             added += 1
         if driver.unfinished and rng.random() < 0.01:
             driver.abort(rng.choice(driver.unfinished))
@@ -201,7 +218,9 @@ def forget_the_pool(world: World) -> None:
 
 
 def drop_the_engines_own(world: World) -> None:
-    assert world.driver.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=False)
+    assert world.driver.scheduler.reset_prefix_cache(
+        reset_running_requests=False, reset_connector=False
+    )
 
 
 @pytest.mark.contract
@@ -209,7 +228,10 @@ def test_a_chunk_computed_anew_on_an_exact_prefix_replaces_the_lossy_one() -> No
     world = World(Shape(num_blocks=64, pool_slots=64), exact_tier=False)
     tokens = prompt(100)
     serve(world, "first", tokens)
-    index, keys = world.driver.stack.engine._index, world.driver.stack.keys(world.driver.requests["first"])[:6]
+    index, keys = (
+        world.driver.stack.engine._index,
+        world.driver.stack.keys(world.driver.requests["first"])[:6],
+    )
     forget_the_pool(world)
     drop_the_engines_own(world)
     serve(world, "second", tokens)
@@ -260,7 +282,9 @@ def test_blocks_computed_on_a_lossy_prefix_taint_when_that_prefix_has_become_exa
     index = world.driver.stack.engine._index
     assert len(index) == 2
     serve(world, "fourth", [*tokens[:96], *prompt(40, 1)])
-    assert len(index) == 2, "the engine's own cache gave it blocks 2 to 5, which were computed on lossy KV"
+    assert len(index) == 2, (
+        "the engine's own cache gave it blocks 2 to 5, which were computed on lossy KV"
+    )
     world.driver.close()
 
 

@@ -40,8 +40,12 @@ def run_seed(seed: int, **fixed: Any) -> Driver:
 
     while added < REQUESTS or driver.unfinished:
         if added < REQUESTS and rng.random() < pace and len(driver.unfinished) < 8:
-            finished = [[*driver.requests[r].prompt_token_ids, *driver.outputs[r]] for r in driver.outputs]
-            driver.add(f"r{added}", traffic.prompt(finished), rng.randint(1, 24), **traffic.options())
+            finished = [
+                [*driver.requests[r].prompt_token_ids, *driver.outputs[r]] for r in driver.outputs
+            ]
+            driver.add(
+                f"r{added}", traffic.prompt(finished), rng.randint(1, 24), **traffic.options()
+            )
             added += 1
         disturb()
         if rng.random() < resets:
@@ -66,7 +70,9 @@ def check_everything_is_accounted_for(driver: Driver, *, quiet: bool) -> None:
             wanted.update(stack.keys(request)[: request.num_prompt_tokens // stack.shape.chunk])
     absent = stack.engine.missing(sorted(wanted))
     if quiet:
-        lost = sum(stack.counter(name) for name in ("evicted_chunks", "refused_chunks", "failed_chunks"))
+        lost = sum(
+            stack.counter(name) for name in ("evicted_chunks", "refused_chunks", "failed_chunks")
+        )
         assert len(absent) <= lost, f"{len(absent)} chunks are nowhere, {lost} were counted as lost"
 
 
@@ -109,7 +115,9 @@ def stored(driver: Driver, prompts: Sequence[Sequence[int]], *lower: int) -> Non
             lease.release()
 
 
-CROWDED = Shape(num_blocks=26, batched_tokens=256, prefix_caching=False, lower_tier=True, pool_slots=64)
+CROWDED = Shape(
+    num_blocks=26, batched_tokens=256, prefix_caching=False, lower_tier=True, pool_slots=64
+)
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -141,8 +149,11 @@ def test_a_request_without_room_lets_those_pass_whose_loads_failed(large: int, l
     which waited for a lower tier and have no room for it. One more gives up on the way."""
     half = lost == "half"
     driver = Driver(
-        CROWDED, fetch_deadline_s=10.0,
-        fails=lambda load, transfers: range(half * len(transfers) // 2, len(transfers)) if load else (),
+        CROWDED,
+        fetch_deadline_s=10.0,
+        fails=lambda load, transfers: (
+            range(half * len(transfers) // 2, len(transfers)) if load else ()
+        ),
     )
     prompts = [*(prompt(250, seed) for seed in range(large)), prompt(170, 100)]
     stored(driver, prompts, *range(large))
@@ -173,7 +184,9 @@ def test_who_gives_up_is_not_remembered_as_passed() -> None:
         side.num_new_matched_tokens(request, 0)
         side.build_meta(idle)
         assert side._passed == {f"r{number}"}
-        assert side.num_new_matched_tokens(request, 0) == (None, False), "who had no room lets others pass"
+        assert side.num_new_matched_tokens(request, 0) == (None, False), (
+            "who had no room lets others pass"
+        )
         driver.abort(f"r{number}")
     driver.settle()
     driver.close()
@@ -183,7 +196,8 @@ def test_a_request_without_room_lets_others_pass_after_reports_were_lost() -> No
     """Something that nobody foresaw switches kvstow off as the workers report a load, part of which failed: vLLM keeps
     its blocks, and the request in front has no room."""
     driver = Driver(
-        CROWDED, fetch_deadline_s=10.0,
+        CROWDED,
+        fetch_deadline_s=10.0,
         fails=lambda load, transfers: range(len(transfers) // 2, len(transfers)) if load else (),
     )
     driver.may_break = True

@@ -21,19 +21,26 @@ def run_seed(seed: int, adapters: list[str], **fixed: Any) -> Wild:
     """One engine's life; what is random is decided here, in this order."""
     rng = random.Random(seed)
     little = {
-        "pool_slots": rng.choice((4, 8, 16, 64)), "prefix_caching": rng.random() < 0.3,
+        "pool_slots": rng.choice((4, 8, 16, 64)),
+        "prefix_caching": rng.random() < 0.3,
         "blocks_per_chunk": rng.choice((1, 1, 2)),
-    }  # fmt: skip
+    }
     shape = random_shape(rng, lower_tier=False, **{**little, **fixed})
     settings = random_settings(rng, shape)
-    if settings.drafts:  # then vLLM takes a step's ends before it saves; EAGLE fills a last position a step late
+    if (
+        settings.drafts
+    ):  # then vLLM takes a step's ends before it saves; EAGLE fills a last position a step late
         shape = replace(shape, defer_save=True, lookahead=rng.choice((0, 1)))
     chance = rng.choice((0.0, 0.0, 0.1))
     driver = Wild(
         shape, seed, settings, adapters[: settings.adapters], fails=random_failures(rng, chance)
     )
     traffic = Traffic(rng, shape, min(220, (shape.num_blocks - 2) * shape.block - 40))
-    aborts, resets, sleeps = rng.choice((0.0, 0.03)), rng.choice((0.0, 0.0, 0.02)), rng.choice((0.0, 0.0, 0.01))
+    aborts, resets, sleeps = (
+        rng.choice((0.0, 0.03)),
+        rng.choice((0.0, 0.0, 0.02)),
+        rng.choice((0.0, 0.0, 0.01)),
+    )
     forgets = rng.choice((0.0, 0.05, 0.2))
     pace, speed = rng.choice((0.1, 0.4, 1.0)), rng.choice((0.2, 0.5, 1.0))
     added = asleep = 0
@@ -46,7 +53,8 @@ def run_seed(seed: int, adapters: list[str], **fixed: Any) -> Wild:
         if added < REQUESTS and rng.random() < pace and len(driver.unfinished) < 8:
             said = [
                 [*driver.requests[r].prompt_token_ids, *driver.outputs[r]]
-                for r in driver.outputs if driver.requests[r].prompt_token_ids is not None
+                for r in driver.outputs
+                if driver.requests[r].prompt_token_ids is not None
             ]
             driver.add_any(f"r{added}", traffic.prompt(said), rng.randint(1, 24), traffic.options())
             added += 1
@@ -85,7 +93,9 @@ def test_random(batch: int, adapters: list[str]) -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         loads += driver.stack.workers[0].device.loads
-        fetched += sum(driver.stack.totals["counters"].get(f"loaded_chunks|t{i}", 0) for i in range(3))
+        fetched += sum(
+            driver.stack.totals["counters"].get(f"loaded_chunks|t{i}", 0) for i in range(3)
+        )
         hung += sum(executor.hung for executor in driver.hanging)
         driver.close()
     assert min(loads, fetched, hung) > 0, "a connector that does nothing would pass"

@@ -20,7 +20,15 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstow.testing.sim_device import Fails
 from kvstow.testing.sim_worker import RankOutput
-from tests.engine_contract.stack import Shape, Stack, build_stack, kv_cache_config, make_request, sent, vllm_config
+from tests.engine_contract.stack import (
+    Shape,
+    Stack,
+    build_stack,
+    kv_cache_config,
+    make_request,
+    sent,
+    vllm_config,
+)
 
 IDLE_STEPS = 3000
 
@@ -29,19 +37,30 @@ class Driver:
     """One engine core. ``outputs`` are the tokens that a client got, by request."""
 
     def __init__(
-        self, shape: Shape, seed: int = 0, *, fails: Fails | None = None, depth: int | None = None,
-        configure: Callable[[VllmConfig], None] = lambda config: None, **stack: Any,
+        self,
+        shape: Shape,
+        seed: int = 0,
+        *,
+        fails: Fails | None = None,
+        depth: int | None = None,
+        configure: Callable[[VllmConfig], None] = lambda config: None,
+        **stack: Any,
     ) -> None:
         """``depth``: steps that are under way at once; ``configure`` changes vLLM's configuration."""
         config = vllm_config(shape)
         configure(config)
         self._depth = depth or (2 if shape.async_scheduling else 1)
         self.scheduler: Scheduler = (AsyncScheduler if shape.async_scheduling else Scheduler)(
-            vllm_config=config, kv_cache_config=kv_cache_config(shape),
-            structured_output_manager=StructuredOutputManager(config), block_size=shape.block,
-            hash_block_size=shape.block, log_stats=True,
+            vllm_config=config,
+            kv_cache_config=kv_cache_config(shape),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=shape.block,
+            hash_block_size=shape.block,
+            log_stats=True,
         )
-        assert self.scheduler.recompute_kv_load_failures, "the connector must set the load failure policy"
+        assert self.scheduler.recompute_kv_load_failures, (
+            "the connector must set the load failure policy"
+        )
         self.shape = shape
         self.stack: Stack = build_stack(
             shape, seed, connector=self.scheduler.connector, config=config, fails=fails, **stack
@@ -56,7 +75,9 @@ class Driver:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def add(self, req_id: str, prompt: Sequence[int] | None, max_tokens: int = 1, **kwargs: Any) -> Request:
+    def add(
+        self, req_id: str, prompt: Sequence[int] | None, max_tokens: int = 1, **kwargs: Any
+    ) -> Request:
         request = make_request(self.shape, req_id, prompt, max_tokens, **kwargs)
         self.requests[req_id] = request
         self.outputs[req_id] = []
@@ -115,11 +136,14 @@ class Driver:
     def _runner_output(result: RankOutput) -> ModelRunnerOutput:
         req_ids = list(result.sampled)
         return ModelRunnerOutput(
-            req_ids=req_ids, req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+            req_ids=req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
             sampled_token_ids=[result.sampled[req_id] for req_id in req_ids],
             kv_connector_output=KVConnectorOutput(
-                finished_sending=result.finished_sending or None, finished_recving=result.finished_recving or None,
-                failed_recving=result.failed_recving, invalid_block_ids=result.invalid_block_ids,
+                finished_sending=result.finished_sending or None,
+                finished_recving=result.finished_recving or None,
+                failed_recving=result.failed_recving,
+                invalid_block_ids=result.invalid_block_ids,
                 kv_connector_worker_meta=result.worker_meta,
             ),
         )
@@ -139,7 +163,9 @@ class Driver:
         adapter = worker.adapter_of(request.lora_request) if request.lora_request is not None else 0
         for token in tokens:
             expected = worker.expected_token([*request.prompt_token_ids, *got], adapter)
-            assert token == expected, f"{req_id}: output {len(got)} is {token}, without a cache it is {expected}"
+            assert token == expected, (
+                f"{req_id}: output {len(got)} is {token}, without a cache it is {expected}"
+            )
             got.append(token)
 
     def _check(self) -> None:
@@ -147,7 +173,9 @@ class Driver:
         assert self.may_break or not side._broken, "kvstow switched itself off"
         blocks = self.scheduler.kv_cache_manager.block_pool.blocks
         for worker in self.stack.workers:
-            freed = [block for block in worker.device.in_flight_blocks() if blocks[block].ref_cnt == 0]
+            freed = [
+                block for block in worker.device.in_flight_blocks() if blocks[block].ref_cnt == 0
+            ]
             assert not freed, f"blocks {freed} were given back while a copy uses them"
 
     # --- ends --------------------------------------------------------------------------------------------------------
@@ -174,13 +202,17 @@ class Driver:
     def check_idle(self) -> None:
         manager = self.scheduler.kv_cache_manager
         assert not self.scheduler.requests
-        assert manager.block_pool.get_num_free_blocks() == self.shape.num_blocks - 1, "the engine leaks blocks"
+        assert manager.block_pool.get_num_free_blocks() == self.shape.num_blocks - 1, (
+            "the engine leaks blocks"
+        )
         self.stack.check_idle()
 
     def reset(self, *, running: bool) -> bool:
         """``reset_prefix_cache`` with the connector's. The weights change if the engine says that it worked."""
         try:
-            done = self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+            done = self.scheduler.reset_prefix_cache(
+                reset_running_requests=running, reset_connector=True
+            )
         except RuntimeError as error:
             if "waiting for remote KV" not in str(error):
                 raise

@@ -60,7 +60,9 @@ class Capricious:
 
     def _fault(self) -> None:
         if self._rng.random() < self.chance:
-            raise self._rng.choice((StoreUnavailable("chance"), StoreRefused("chance"), ValueError("chance")))
+            raise self._rng.choice(
+                (StoreUnavailable("chance"), StoreRefused("chance"), ValueError("chance"))
+            )
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self._fault()
@@ -177,7 +179,9 @@ class WildWorker(SimWorker):
         for req_id, drafts in scheduled.items():
             known = len(self._sequences[req_id].tokens)
             if -1 in drafts:
-                scheduled[req_id] = self.propose(req_id, len(drafts), random.Random(f"{req_id} {known}"))
+                scheduled[req_id] = self.propose(
+                    req_id, len(drafts), random.Random(f"{req_id} {known}")
+                )
         for i, req_id in enumerate(cached.req_ids):
             sequence = self._sequences[req_id]
             known = len(sequence.tokens) - 1
@@ -229,7 +233,9 @@ def random_settings(rng: random.Random, shape: Shape) -> Settings:
 class Wild(Driver):
     """``adapters``: directories of adapters."""
 
-    def __init__(self, shape: Shape, seed: int, settings: Settings, adapters: Sequence[str], **stack: Any) -> None:
+    def __init__(
+        self, shape: Shape, seed: int, settings: Settings, adapters: Sequence[str], **stack: Any
+    ) -> None:
         self.rng = random.Random(seed + 1)
         self.settings = settings
         self.hanging: list[HangingExecutor] = []
@@ -238,9 +244,17 @@ class Wild(Driver):
         self.adapters = [LoRARequest(f"a{i}", i + 1, path) for i, path in enumerate(adapters)]
         policy = S3FIFO() if settings.policy == "s3fifo" else LRU()
         super().__init__(
-            shape, seed, make_tiers=self._tiers, policy=policy, clock=PacedClock(), worker_of=self._worker,
-            adapter_of=lambda lora: lora.lora_int_id, configure=self._configure, depth=settings.depth,
-            **settings.more, **stack,
+            shape,
+            seed,
+            make_tiers=self._tiers,
+            policy=policy,
+            clock=PacedClock(),
+            worker_of=self._worker,
+            adapter_of=lambda lora: lora.lora_int_id,
+            configure=self._configure,
+            depth=settings.depth,
+            **settings.more,
+            **stack,
         )
         self.scheduler.max_num_encoder_input_tokens = 4096
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1 << 20)
@@ -252,8 +266,11 @@ class Wild(Driver):
             config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=2)
         if settings.drafts:
             config.speculative_config = SpeculativeConfig(
-                method="ngram", num_speculative_tokens=settings.drafts, prompt_lookup_max=2,
-                target_model_config=config.model_config, target_parallel_config=config.parallel_config,
+                method="ngram",
+                num_speculative_tokens=settings.drafts,
+                prompt_lookup_max=2,
+                target_model_config=config.model_config,
+                target_parallel_config=config.parallel_config,
             )
         if settings.depth > 1 and not config.scheduler_config.async_scheduling:
             config.parallel_config.pipeline_parallel_size = settings.depth
@@ -269,26 +286,35 @@ class Wild(Driver):
         group = needs["layout"].groups[0]
         for i in range(settings.tiers):
             store: Any = Capricious(
-                rng, settings.tier_faults * rng.choice((0, 1, 1)), keys=rng.choice((4, 40, 400)),
+                rng,
+                settings.tier_faults * rng.choice((0, 1, 1)),
+                keys=rng.choice((4, 40, 400)),
                 second_sight=rng.random() < 0.2,
             )
             self.stores.append(store)
             executor: Any
             if settings.paced and i == settings.tiers - 1:
                 store = PacedStore(
-                    store, fixed_s=rng.choice((0.0, 0.005, 0.1)), byte_s=rng.choice((0.0, 1e-7)),
+                    store,
+                    fixed_s=rng.choice((0.0, 0.005, 0.1)),
+                    byte_s=rng.choice((0.0, 1e-7)),
                     probe_s=rng.choice((0.0, 0.003)),
                 )
                 executor = PacedExecutor(needs["clock"], store, threads=rng.choice((1, 4)))
             else:
                 store = Gated(store)
-                executor = store.executor = HangingExecutor(needs["clock"], rng, settings.tier_hangs)
+                executor = store.executor = HangingExecutor(
+                    needs["clock"], rng, settings.tier_hangs
+                )
                 background.append(executor)
                 self.hanging.append(executor)
             limits = TierLimits(
-                hung_after_s=HUNG_AFTER_S, breaker_open_s=0.05, max_queued_writes=rng.choice((2, 8, 512)),
+                hung_after_s=HUNG_AFTER_S,
+                breaker_open_s=0.05,
+                max_queued_writes=rng.choice((2, 8, 512)),
                 max_read_bytes=group.frame_bytes * rng.choice((1, 3, 100)),
-                read_batch_bytes=group.frame_bytes * rng.choice((1, 4)), known_keys=rng.choice((4, 1000)),
+                read_batch_bytes=group.frame_bytes * rng.choice((1, 4)),
+                known_keys=rng.choice((4, 1000)),
             )
             coder = None
             if settings.codec and rng.random() < 0.7:
@@ -299,7 +325,9 @@ class Wild(Driver):
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def add_any(self, req_id: str, prompt: Sequence[int], max_tokens: int, options: dict[str, Any]) -> Request:
+    def add_any(
+        self, req_id: str, prompt: Sequence[int], max_tokens: int, options: dict[str, Any]
+    ) -> Request:
         """A request of a random kind, the same for prompts that begin alike; ``truth`` is what each position of its
         prompt stands for."""
         rng, kwargs = random.Random(str(prompt[:4])), dict(options)
@@ -318,12 +346,18 @@ class Wild(Driver):
                 at, length = rng.randrange(len(prompt) - 30), rng.randint(1, 30)
                 kwargs["mm_features"] = [
                     MultiModalFeatureSpec(
-                        data=None, modality="image", identifier=f"image{image}",
+                        data=None,
+                        modality="image",
+                        identifier=f"image{image}",
                         mm_position=PlaceholderRange(offset=at, length=length),
                     )
                 ]
                 prompt = [*prompt[:at], *[5] * length, *prompt[at + length :]]
-                truth = [*prompt[:at], *(mix(image, i) for i in range(length)), *prompt[at + length :]]
+                truth = [
+                    *prompt[:at],
+                    *(mix(image, i) for i in range(length)),
+                    *prompt[at + length :],
+                ]
             elif kind < 0.55:
                 number = rng.randrange(3)
                 values = [mix(number, i) & 0xFFFF for i in range(len(prompt))]
@@ -337,7 +371,9 @@ class Wild(Driver):
         adapter = worker.adapter_of(request.lora_request) if request.lora_request is not None else 0
         for token in tokens:
             expected = worker.expected_token([*self.truth[req_id], *got], adapter)
-            assert token == expected, f"{req_id}: output {len(got)} is {token}, without a cache it is {expected}"
+            assert token == expected, (
+                f"{req_id}: output {len(got)} is {token}, without a cache it is {expected}"
+            )
             got.append(token)
 
     # --- time --------------------------------------------------------------------------------------------------------
@@ -347,7 +383,9 @@ class Wild(Driver):
         if self.settings.drafts and not self.shape.async_scheduling:
             worker = self.stack.workers[0]
             ids = [r for r in output.num_scheduled_tokens if r in worker._sequences]
-            drafts = [worker.propose(r, self.rng.randint(0, self.settings.drafts), self.rng) for r in ids]
+            drafts = [
+                worker.propose(r, self.rng.randint(0, self.settings.drafts), self.rng) for r in ids
+            ]
             self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
     def pause(self, mode: str) -> None:
@@ -355,7 +393,9 @@ class Wild(Driver):
         if mode == "abort":
             for req_id in self.unfinished:
                 self.abort(req_id)
-        self.scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
+        self.scheduler.set_pause_state(
+            PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
+        )
 
     def resume(self) -> None:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -381,7 +421,9 @@ class Wild(Driver):
         super().settle(chance)
 
     def check_idle(self) -> None:
-        self.stack.clock.advance(EXPLORE_LIMIT_S)  # what is read for nobody is forgotten then, at the next step
+        self.stack.clock.advance(
+            EXPLORE_LIMIT_S
+        )  # what is read for nobody is forgotten then, at the next step
         self.stack.engine.poll()
         super().check_idle()
         engine = self.stack.engine
@@ -391,7 +433,9 @@ class Wild(Driver):
         assert not engine._index.reserved
         assert not engine._index._filling
         for queue in engine._fetches._judge._queues:
-            assert (queue.reading, queue.promised, len(queue.reads)) == (0, 0, 0), "a tier's queue is miscounted"
+            assert (queue.reading, queue.promised, len(queue.reads)) == (0, 0, 0), (
+                "a tier's queue is miscounted"
+            )
         for tier in engine._tiers:
             assert not tier._calls
             counts = (tier._read_bytes, tier._queued_bytes, tier._queued_writes)
@@ -409,7 +453,9 @@ class Wild(Driver):
         used = (stack.pool.slots - stack.pool.free) * stack.pool.slot_bytes
         assert gauges.get("pool_used_bytes", 0) == used, "the pool's gauge is off"
         for series, value in gauges.items():
-            assert not series.startswith("queued_bytes") or value == 0, f"{series} is {value} when nothing is queued"
+            assert not series.startswith("queued_bytes") or value == 0, (
+                f"{series} is {value} when nothing is queued"
+            )
         waits = sum(cell[1] for cell in histograms.get("wait_seconds", ()))
         assert waits == stack.counter("waits"), "waits that began and that ended"
         assert len(stack.engine._index) == stack.pool.slots - stack.pool.free

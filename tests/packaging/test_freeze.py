@@ -61,13 +61,18 @@ def environment(tmp_path: Path) -> Path:
 
 
 def pip(python: Path | str, *arguments: str | Path) -> str:
-    done = subprocess.run([python, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, "-m", "pip", *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def freeze(python: Path) -> dict[str, str]:
-    lines = (re.split(r"==| @ ", line, maxsplit=1) for line in pip(python, "freeze", "--all").splitlines())
+    lines = (
+        re.split(r"==| @ ", line, maxsplit=1)
+        for line in pip(python, "freeze", "--all").splitlines()
+    )
     return {canonical(name): version for name, version in lines}
 
 

@@ -52,13 +52,21 @@ def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("where", ["memfd", "tmpfs"])
-def test_huge_pages_are_told_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_huge_pages_are_told_by_trying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     with tmpfs(tmp_path / "shm", "16m") if where == "tmpfs" else nullcontext() as directory:
         pool_dir = str(directory) if directory else None
         if kernel_makes_huge_pages():
-            assert by_check(host.check_huge_pages(pool_dir, ROOM, disks=True))["huge pages"].status is Status.OK
+            assert (
+                by_check(host.check_huge_pages(pool_dir, ROOM, disks=True))["huge pages"].status
+                is Status.OK
+            )
         monkeypatch.setattr(hostmem, "_make_huge", lambda view, offset, length: None)
-        assert by_check(host.check_huge_pages(pool_dir, ROOM, disks=True))["huge pages"].status is Status.WARNING
+        assert (
+            by_check(host.check_huge_pages(pool_dir, ROOM, disks=True))["huge pages"].status
+            is Status.WARNING
+        )
         if directory:
             assert list(directory.iterdir()) == []
 
@@ -86,19 +94,27 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_sample")
-def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "filesystem_of", lambda _: disk.Filesystem(str(tmp_path), "ext4", "/dev/nvme0n1"))
+def test_a_directory_that_is_not_there_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        disk, "filesystem_of", lambda _: disk.Filesystem(str(tmp_path), "ext4", "/dev/nvme0n1")
+    )
     found = look(tmp_path / "a" / "b")
     assert found["disk path"].found == f"{tmp_path}/a/b: not there yet, {tmp_path} is writable"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_not_mounted_is_not_the_root_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_not_mounted_is_not_the_root_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk, "filesystem_of", lambda _: disk.Filesystem("/", "ext4", "/dev/vda"))
     found = look(tmp_path / "nvme0" / "kv")
     assert set(found) == {"disk path"}, "how fast the root disk is says nothing"
     assert found["disk path"].status is Status.WARNING
-    assert found["disk path"].found.startswith(f"{tmp_path}/nvme0/kv: not there, and {tmp_path} is on the ")
+    assert found["disk path"].found.startswith(
+        f"{tmp_path}/nvme0/kv: not there, and {tmp_path} is on the "
+    )
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(disk, "measure", refused)
     assert look(tmp_path / "kv")["disk path"].status is Status.FAILED
@@ -121,7 +137,9 @@ def test_chunks_that_began_elsewhere_are_told_of(tmp_path: Path) -> None:
     assert result.status is Status.WARNING
     assert "stored with PYTHONHASHSEED unset; with PYTHONHASHSEED=0, as here," in result.found
     assert result.fix.startswith("if so, unset PYTHONHASHSEED; ")
-    assert result.fix.endswith("kvstow disk ls and clear --namespace"), "others may share the directory"
+    assert result.fix.endswith("kvstow disk ls and clear --namespace"), (
+        "others may share the directory"
+    )
     namespace_json = next(path.glob("*/namespace.json"))
     namespace_json.write_text(json.dumps({stored.ROOT: "seed 7"}))
     [result] = check_stored(str(path), None)
@@ -213,7 +231,8 @@ def test_a_redis_that_answers(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "policy", "said"), [("0", "noeviction", "no limit"), ("64mb", "noeviction", "new chunks are refused")]
+    ("limit", "policy", "said"),
+    [("0", "noeviction", "no limit"), ("64mb", "noeviction", "new chunks are refused")],
 )
 def test_a_redis_that_is_no_cache(server: RedisServer, limit: str, policy: str, said: str) -> None:
     server.ask("CONFIG", "SET", "maxmemory", limit, "maxmemory-policy", policy)
@@ -248,7 +267,11 @@ def test_a_bucket_that_answers_and_one_that_does_not(tmp_path: Path) -> None:
     assert found.status is Status.OK
     assert found.found.startswith(f"{url}, answers in ")
     options = ObjectsOptions(
-        parse_url("s3://bucket"), endpoint=f"http://127.0.0.1:{free_port()}", anonymous=True, retries=0, timeout_s=1.0
+        parse_url("s3://bucket"),
+        endpoint=f"http://127.0.0.1:{free_port()}",
+        anonymous=True,
+        retries=0,
+        timeout_s=1.0,
     )
     found = by_check(check_objects("s3://bucket", options, SystemClock()))["objects"]
     assert found.status is Status.FAILED
@@ -262,7 +285,9 @@ def test_a_mooncake_master(monkeypatch: pytest.MonkeyPatch) -> None:
         listening.listen()
         master = f"127.0.0.1:{listening.getsockname()[1]}"
         assert [result.status for result in check_mooncake(master)] == [Status.OK]
-    assert [result.status for result in check_mooncake(f"127.0.0.1:{free_port()}")] == [Status.FAILED]
+    assert [result.status for result in check_mooncake(f"127.0.0.1:{free_port()}")] == [
+        Status.FAILED
+    ]
     with pytest.raises(SettingsError, match="expected host:port"):
         list(check_mooncake("nonsense"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
@@ -314,13 +339,25 @@ def test_a_good_host_is_exit_code_0(kvstow: Kvstow, tmp_path: Path) -> None:
     code, out, err = kvstow("doctor", "--json", env=env)
     assert (code, err) == (0, "")
     assert json.loads(out)["ok"] is True
-    assert {"settings", "vllm", "PYTHONHASHSEED", "memory", "pools", "disk path", "disk speed"} <= set(rows(out))
+    assert {
+        "settings",
+        "vllm",
+        "PYTHONHASHSEED",
+        "memory",
+        "pools",
+        "disk path",
+        "disk speed",
+    } <= set(rows(out))
     assert rows(out)["settings"]["status"] == "ok"
 
 
 @pytest.mark.usefixtures("fits")
 def test_people_see_a_table_with_fixes(kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.host, "check_memory", lambda *_: [failed("memory", "too [little] of it", "buy more")])
+    monkeypatch.setattr(
+        command.host,
+        "check_memory",
+        lambda *_: [failed("memory", "too [little] of it", "buy more")],
+    )
     code, out, err = kvstow("doctor")
     assert (code, err) == (1, "")
     assert "too [little] of it" in out
@@ -333,7 +370,11 @@ def test_several_are_counted_in_the_plural(kvstow: Kvstow, monkeypatch: pytest.M
     monkeypatch.setattr(command.host, "has_unseen", lambda: False)
     monkeypatch.setattr(command.host, "check_pools", lambda *_, **__: [])
     for number, said in ((1, "1 warning\n"), (2, "2 warnings\n")):
-        monkeypatch.setattr(command.host, "check_memory", lambda *_, n=number: [warning("memory", "low", "more")] * n)
+        monkeypatch.setattr(
+            command.host,
+            "check_memory",
+            lambda *_, n=number: [warning("memory", "low", "more")] * n,
+        )
         assert kvstow("doctor")[1].endswith(f" ok, {said}")
 
 
@@ -341,16 +382,27 @@ def test_several_are_counted_in_the_plural(kvstow: Kvstow, monkeypatch: pytest.M
 def test_what_is_set_for_nothing_is_told_of(kvstow: Kvstow) -> None:
     env = {"KVSTOW_MEMORY_SIZE": "3", "KVSTOW_DISK_SIZE": "1GB"}
     code, out, _ = kvstow("doctor", "--json", env=env)
-    assert (code, rows(out)["sizes"]["status"], rows(out)["unused"]["status"]) == (0, "warning", "warning")
+    assert (code, rows(out)["sizes"]["status"], rows(out)["unused"]["status"]) == (
+        0,
+        "warning",
+        "warning",
+    )
     out = kvstow("doctor", "--json", "--lmcache", env={"LMCACHE_MAX_LOCAL_DISK_SIZE": "1"})[1]
     assert "unused" not in rows(out)
 
 
 @pytest.mark.usefixtures("fits")
 @pytest.mark.parametrize(
-    "env", [{"KVSTOW_MEMORY_SISE": "1"}, {"KVSTOW_DISK_PATHS": "/x"}, {"KVSTOW_CONFIG_FILE": "/nowhere.yaml"}]
+    "env",
+    [
+        {"KVSTOW_MEMORY_SISE": "1"},
+        {"KVSTOW_DISK_PATHS": "/x"},
+        {"KVSTOW_CONFIG_FILE": "/nowhere.yaml"},
+    ],
 )
-def test_wrong_settings_are_a_result(kvstow: Kvstow, env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_settings_are_a_result(
+    kvstow: Kvstow, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command.disk, "check_path", lambda *_: [])
     code, out, _ = kvstow("doctor", "--json", env=env)
     assert code == 1
@@ -367,19 +419,28 @@ def test_a_password_is_never_shown(kvstow: Kvstow) -> None:
         assert code == 1
         assert "s3cret" not in out + err
     code, out, _ = kvstow("doctor", "--json", env={"KVSTOW_REDIS_URL": "redis://:s3cret@h/x"})
-    assert (code, rows(out)["settings"]["status"], rows(out)["redis"]["status"]) == (1, "failed", "could not check")
+    assert (code, rows(out)["settings"]["status"], rows(out)["redis"]["status"]) == (
+        1,
+        "failed",
+        "could not check",
+    )
     assert "s3cret" not in out
 
 
 @pytest.mark.usefixtures("fits")
-def test_a_file_on_a_mount_that_hangs_is_not_waited_for(kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_on_a_mount_that_hangs_is_not_waited_for(
+    kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     came_back = threading.Event()
     monkeypatch.setattr(conflicts, "LIMIT_S", 0.05)
     monkeypatch.setattr(build, "integrity_key", lambda _: came_back.wait())
     for name in ("doctor", "config"):
         code, out, err = kvstow(name, env={"KVSTOW_INTEGRITY_KEY_FILE": "/nfs/key"})
         assert code in (1, 2)
-        assert "integrity_key_file: no answer within 0.05 s: a file or directory that it names hangs" in out + err
+        assert (
+            "integrity_key_file: no answer within 0.05 s: a file or directory that it names hangs"
+            in out + err
+        )
     came_back.set()
 
 
@@ -388,7 +449,10 @@ def test_a_file_on_a_mount_that_hangs_is_not_waited_for(kvstow: Kvstow, monkeypa
     ("env", "said"),
     [
         ({"KVSTOW_DIRECT_PATH": "/x"}, "direct.path is set and direct.engine isn't"),
-        ({"KVSTOW_DIRECT_ENGINE": "file"}, "set direct.path to a directory on local NVMe, and direct.size"),
+        (
+            {"KVSTOW_DIRECT_ENGINE": "file"},
+            "set direct.path to a directory on local NVMe, and direct.size",
+        ),
         ({"KVSTOW_DISK_PATHS": "/x"}, "(disk.paths is from KVSTOW_DISK_PATHS)"),
         ({"KVSTOW_INTEGRITY_KEY_FILE": "/nowhere"}, "integrity_key_file /nowhere can't be read"),
         ({"KVSTOW_DISK_PATHS": "/x"}, "disk.paths is set and disk.size is not"),
@@ -412,36 +476,59 @@ def test_settings_that_vllm_would_not_start_with(
 
 @pytest.mark.usefixtures("fits")
 @pytest.mark.parametrize("name", ["lossless", "raw"])
-def test_a_codec_needs_its_libraries(kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_codec_needs_its_libraries(
+    kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(command.disk, "check_path", lambda *_: [])
     for module in [each for each in sys.modules if each.startswith("kvstow.codec")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "numpy", None)
     env = {"KVSTOW_DISK_PATHS": "/x", "KVSTOW_DISK_SIZE": "1GB", "KVSTOW_DISK_CODEC": name}
     code, out, _ = kvstow("doctor", "--json", env=env)
-    missing = "disk.codec is lossless, and its libraries aren't installed: pip install 'kvstow[codec]'"
-    assert (missing in rows(out)["settings"]["found"], code) == (name == "lossless", int(name == "lossless"))
+    missing = (
+        "disk.codec is lossless, and its libraries aren't installed: pip install 'kvstow[codec]'"
+    )
+    assert (missing in rows(out)["settings"]["found"], code) == (
+        name == "lossless",
+        int(name == "lossless"),
+    )
 
 
 @pytest.mark.usefixtures("fits", "small_sample")
-def test_direct_storage_needs_no_pool_and_its_disk_is_looked_at(kvstow: Kvstow, tmp_path: Path) -> None:
-    env = {"KVSTOW_DIRECT_ENGINE": "file", "KVSTOW_DIRECT_PATH": str(tmp_path), "KVSTOW_DIRECT_SIZE": "1GB"}
+def test_direct_storage_needs_no_pool_and_its_disk_is_looked_at(
+    kvstow: Kvstow, tmp_path: Path
+) -> None:
+    env = {
+        "KVSTOW_DIRECT_ENGINE": "file",
+        "KVSTOW_DIRECT_PATH": str(tmp_path),
+        "KVSTOW_DIRECT_SIZE": "1GB",
+    }
     code, out, _ = kvstow("doctor", "--json", env=env)
     assert code == 0
     assert "no pool" in rows(out)["memory"]["found"]
     assert rows(out)["disk path"]["found"] == f"{tmp_path}: writable"
     assert rows(out)["disk room"]["found"].endswith("its part of direct.size is 1GB")
     _, out, _ = kvstow("doctor", "--json", env={**env, "KVSTOW_DIRECT_SIZE": "8PB"})
-    assert (rows(out)["disk room"]["status"], "set direct.size" in rows(out)["disk room"]["fix"]) == ("warning", True)
+    assert (
+        rows(out)["disk room"]["status"],
+        "set direct.size" in rows(out)["disk room"]["fix"],
+    ) == ("warning", True)
     assert "disk.size" not in out
 
 
 @pytest.mark.usefixtures("fits", "small_sample")
 def test_lmcaches_variables_if_asked_for(kvstow: Kvstow, tmp_path: Path) -> None:
-    env = {"LMCACHE_LOCAL_DISK": f"file://{tmp_path}", "LMCACHE_MAX_LOCAL_DISK_SIZE": "1", "PYTHONHASHSEED": "0"}
+    env = {
+        "LMCACHE_LOCAL_DISK": f"file://{tmp_path}",
+        "LMCACHE_MAX_LOCAL_DISK_SIZE": "1",
+        "PYTHONHASHSEED": "0",
+    }
     unread = rows(kvstow("doctor", "--json", env=env)[1])
     assert "disk path" not in unread
-    assert (unread["LMCache"]["status"], "--lmcache" in unread["LMCache"]["fix"]) == ("warning", True)
+    assert (unread["LMCache"]["status"], "--lmcache" in unread["LMCache"]["fix"]) == (
+        "warning",
+        True,
+    )
     code, out, _ = kvstow("doctor", "--json", "--lmcache", "--workers", "2", env=env)
     assert code == 0
     assert "LMCache" not in rows(out)
@@ -451,7 +538,9 @@ def test_lmcaches_variables_if_asked_for(kvstow: Kvstow, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("fits")
-def test_a_check_that_breaks_is_no_traceback(kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_breaks_is_no_traceback(
+    kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("unforeseen")
 

@@ -135,7 +135,9 @@ def makes_huge_pages() -> bool:
     )
 
 
-huge_pages = pytest.mark.skipif(not makes_huge_pages(), reason="the kernel does not make huge pages on demand")
+huge_pages = pytest.mark.skipif(
+    not makes_huge_pages(), reason="the kernel does not make huge pages on demand"
+)
 
 
 @contextmanager
@@ -178,13 +180,17 @@ def test_only_this_user_can_open_it(memory: HostMemory) -> None:
 
 
 def test_no_process_inherits_it(memory: HostMemory) -> None:
-    run = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        ["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=False
+    )
     assert "pipe" in run.stdout
     assert "kvstow" not in run.stdout
     assert "memfd" not in run.stdout
 
 
-@pytest.mark.parametrize("change", [{"inode": 1}, {"size_bytes": SIZE * 2}, {"size_bytes": SIZE // 2}])
+@pytest.mark.parametrize(
+    "change", [{"inode": 1}, {"size_bytes": SIZE * 2}, {"size_bytes": SIZE // 2}]
+)
 def test_what_is_not_the_same_memory_is_refused(memory: HostMemory, change: dict[str, int]) -> None:
     with pytest.raises(UnsupportedError, match="is not the host pool 'test'"):
         map_memory(replace(memory.ref, **change))
@@ -219,7 +225,9 @@ def test_close_leaves_nothing_and_may_come_twice(memory: HostMemory) -> None:
         assert not os.path.exists(ref.path)
 
 
-def test_j4_once_unnamed_nothing_is_left_to_clean_up_and_the_bytes_stay_shared(tmp_path: Path) -> None:
+def test_j4_once_unnamed_nothing_is_left_to_clean_up_and_the_bytes_stay_shared(
+    tmp_path: Path,
+) -> None:
     memory = HostMemory.in_directory(SIZE, "test", str(tmp_path))
     mapped = map_memory(memory.ref)
     memory.unname()
@@ -257,7 +265,9 @@ def test_a_file_is_reserved_at_once(tmp_path: Path) -> None:
     memory.close()
 
 
-def test_a_file_is_not_reserved_again_while_others_write_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_not_reserved_again_while_others_write_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where its file system can't, as ramfs or NFS, libc does: it writes a zero wherever it has just read one."""
     memory = HostMemory.in_directory(SIZE, "test", str(tmp_path))
     theirs = map_memory(memory.ref)
@@ -290,11 +300,15 @@ def test_a_memfd_is_reserved_piece_by_piece_and_keeps_its_content() -> None:
 @huge_pages
 @pytest.mark.parametrize("where", ["memfd", "tmpfs"])
 @pytest.mark.parametrize("first", ["reserve", "populate"])
-def test_the_memory_is_of_huge_pages_whoever_asks_for_it_first(tmp_path: Path, where: str, first: str) -> None:
+def test_the_memory_is_of_huge_pages_whoever_asks_for_it_first(
+    tmp_path: Path, where: str, first: str
+) -> None:
     size = 4 * HUGE + SIZE
     with tmpfs(tmp_path / "shm", "32m") if where == "tmpfs" else nullcontext() as directory:
         memory = (
-            HostMemory.in_directory(size, "test", str(directory)) if directory else HostMemory.anonymous(size, "test")
+            HostMemory.in_directory(size, "test", str(directory))
+            if directory
+            else HostMemory.anonymous(size, "test")
         )
         theirs = map_memory(memory.ref)
         theirs[HUGE - 2 : HUGE + 2] = b"kept"
@@ -303,7 +317,9 @@ def test_the_memory_is_of_huge_pages_whoever_asks_for_it_first(tmp_path: Path, w
             memory.reserve(3 * HUGE, HUGE + SIZE)
         populate(theirs, 0, size)
         mappings = 2 if first == "reserve" else 1
-        assert mapped(memory.ref, "ShmemPmdMapped") == mappings * 4 * HUGE, "what does not fill one is of small pages"
+        assert mapped(memory.ref, "ShmemPmdMapped") == mappings * 4 * HUGE, (
+            "what does not fill one is of small pages"
+        )
         assert bytes(memory.view[HUGE - 3 : HUGE + 3]) == b"\0kept\0"
         assert reserved_bytes(memory) == size
         memory.close()
@@ -342,8 +358,14 @@ def test_a_page_that_a_device_holds_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("where", ["memfd", "file"])
-def test_a_mapping_begins_where_a_huge_page_may_and_goes_with_its_last_view(where: str, tmp_path: Path) -> None:
-    memory = HostMemory.anonymous(SIZE, "t") if where == "memfd" else HostMemory.in_directory(SIZE, "t", str(tmp_path))
+def test_a_mapping_begins_where_a_huge_page_may_and_goes_with_its_last_view(
+    where: str, tmp_path: Path
+) -> None:
+    memory = (
+        HostMemory.anonymous(SIZE, "t")
+        if where == "memfd"
+        else HostMemory.in_directory(SIZE, "t", str(tmp_path))
+    )
     theirs = map_memory(memory.ref)
     for view in (memory.view, theirs):
         assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % HUGE == 0
@@ -374,9 +396,10 @@ def test_memory_that_cannot_be_mapped_leaves_no_range_and_no_descriptor(
     else:
         monkeypatch.setattr(hostmem, "_mmap", fails)
     for attempt in (
-        lambda: HostMemory.anonymous(1 << 30, "test"), lambda: map_memory(memory.ref),
+        lambda: HostMemory.anonymous(1 << 30, "test"),
+        lambda: map_memory(memory.ref),
         lambda: hostmem.private_memory(1 << 30, "test"),
-    ):  # fmt: skip
+    ):
         gc.collect()
         before = address_space(), set(os.listdir("/proc/self/fd"))
         with pytest.raises((PoolError, OSError)):
@@ -407,7 +430,9 @@ def test_populate_backs_the_pages_and_keeps_their_content(memory: HostMemory) ->
     assert bytes(memory.view[4999:5004]) == b"\0abc\0"
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EAGAIN, errno.EINTR])
+@pytest.mark.parametrize(
+    "code", [errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EAGAIN, errno.EINTR]
+)
 def test_populate_is_nothing_on_a_kernel_that_cannot(
     memory: HostMemory, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
@@ -444,7 +469,9 @@ def test_a_full_directory_names_the_setting_and_the_container_option_and_leaves_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", fail(code))
-    with pytest.raises(PoolError, match=r"memory\.size: no 1,048,576 bytes in pool_dir='.*--shm-size") as caught:
+    with pytest.raises(
+        PoolError, match=r"memory\.size: no 1,048,576 bytes in pool_dir='.*--shm-size"
+    ) as caught:
         HostMemory.in_directory(SIZE, "test", str(tmp_path))
     assert os.strerror(code) in str(caught.value)
     assert pool_files(tmp_path) == set()
@@ -456,7 +483,9 @@ def test_more_than_the_directory_has_is_refused_before_anything_is_made(tmp_path
     assert pool_files(tmp_path) == set()
 
 
-def test_a_filesystem_of_huge_pages_that_does_not_say_what_is_free_is_asked_for_them(tmp_path: Path) -> None:
+def test_a_filesystem_of_huge_pages_that_does_not_say_what_is_free_is_asked_for_them(
+    tmp_path: Path,
+) -> None:
     """Mounted without a size it reports 0 of 0 blocks. No machine has a terabyte of huge pages free."""
     with mounted(tmp_path / "huge", "-t", "hugetlbfs", "none") as path:
         assert host_facts(str(path)).pool_dir_free_bytes is None
@@ -466,7 +495,9 @@ def test_a_filesystem_of_huge_pages_that_does_not_say_what_is_free_is_asked_for_
 
 
 @pytest.mark.parametrize("call", ["ftruncate", "memfd"])
-def test_no_memory_for_a_memfd_names_the_setting(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_no_memory_for_a_memfd_names_the_setting(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     if call == "ftruncate":
         monkeypatch.setattr(os, "ftruncate", fail(errno.ENOMEM))
         with pytest.raises(PoolError, match=r"memory\.size: no 1,048,576 bytes of memory"):
@@ -485,7 +516,9 @@ def test_a_pool_dir_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         HostMemory.in_directory(SIZE, "test", str(tmp_path / "file"))
 
 
-def test_j4_a_killed_creator_leaves_at_most_one_file_that_the_next_start_removes(tmp_path: Path) -> None:
+def test_j4_a_killed_creator_leaves_at_most_one_file_that_the_next_start_removes(
+    tmp_path: Path,
+) -> None:
     live = Child(CREATE, str(SIZE), str(tmp_path))
     theirs = live.ref().path
     for _ in range(KILLS):

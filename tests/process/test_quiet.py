@@ -42,8 +42,11 @@ def child(code: str, *arguments: str) -> str:
     path = [str(ROOT), *sys.path]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{BUILD}{code}", *arguments],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 

@@ -15,7 +15,13 @@ import pytest
 from kvstow.cli import main
 from kvstow.cli.verify import client
 from kvstow.cli.verify.client import Server, ServerFault
-from kvstow.cli.verify.command import MAX_PROMPT_TOKENS, UNKNOWN_CHUNK_TOKENS, WORDS, make_prompt, verify
+from kvstow.cli.verify.command import (
+    MAX_PROMPT_TOKENS,
+    UNKNOWN_CHUNK_TOKENS,
+    WORDS,
+    make_prompt,
+    verify,
+)
 from kvstow.cli.verify.readings import Readings
 from kvstow.settings import sources
 from kvstow.testing.manual import ManualClock
@@ -31,7 +37,10 @@ class FakeServer:
     """Answers ``/v1/models``, ``/metrics`` and streamed completions. ``effects`` are what each completion adds."""
 
     def __init__(self) -> None:
-        self.base: Effects = {'kvstow_chunk_tokens{engine="0"}': CHUNK, 'kvstow_pool_capacity_bytes{engine="0"}': 1e6}
+        self.base: Effects = {
+            'kvstow_chunk_tokens{engine="0"}': CHUNK,
+            'kvstow_pool_capacity_bytes{engine="0"}': 1e6,
+        }
         self.effects: list[Effects] = [{}, {}]
         self.texts = ["same", "same"]
         self.prompts: list[dict[str, Any]] = []
@@ -66,7 +75,9 @@ class FakeServer:
         if self.refused(request):
             return
         if request.path == "/v1/models":
-            body = json.dumps({"data": [{"id": "m", "max_model_len": 4096}, {"id": "other"}]}).encode()
+            body = json.dumps(
+                {"data": [{"id": "m", "max_model_len": 4096}, {"id": "other"}]}
+            ).encode()
         else:
             body = self.page().encode()
         self.send(request, 200, body)
@@ -74,7 +85,11 @@ class FakeServer:
     def refused(self, request: BaseHTTPRequestHandler) -> bool:
         if request.path in self.answer:
             self.send(request, *self.answer[request.path])
-        elif self.key and request.path != "/metrics" and request.headers["Authorization"] != f"Bearer {self.key}":
+        elif (
+            self.key
+            and request.path != "/metrics"
+            and request.headers["Authorization"] != f"Bearer {self.key}"
+        ):
             self.send(request, 401, b'{"error": "Unauthorized"}')
         else:
             return False
@@ -96,8 +111,13 @@ class FakeServer:
             return
         text = self.texts[len(self.prompts)]
         self.prompts.append(body)
-        usage = {"prompt_tokens": self.tokens, "prompt_tokens_details": {"cached_tokens": self.cached}}
-        events = [{"choices": [{"text": part}]} for part in (text[:2], text[2:])] + [{"choices": [], "usage": usage}]
+        usage = {
+            "prompt_tokens": self.tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+        events = [{"choices": [{"text": part}]} for part in (text[:2], text[2:])] + [
+            {"choices": [], "usage": usage}
+        ]
         lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         self.send(request, 200, lines.encode())
 
@@ -129,14 +149,20 @@ STORES: Effects = {
     'kvstow_stored_chunks_total{engine="0",tier="memory"}': 3,
     'kvstow_requested_tokens_total{engine="0"}': 100,
 }
-ASKS: Effects = {'kvstow_requested_tokens_total{engine="0"}': 100, 'kvstow_miss_chunks_total{engine="0"}': 3}
+ASKS: Effects = {
+    'kvstow_requested_tokens_total{engine="0"}': 100,
+    'kvstow_miss_chunks_total{engine="0"}': 3,
+}
 RESTORES: Effects = {
     'kvstow_requested_tokens_total{engine="0"}': 100,
     'kvstow_hit_tokens_total{engine="0",tier="memory"}': 96,
     'vllm:external_prefix_cache_hits_total{engine="0"}': 96,
     'vllm:prompt_tokens_cached_by_source_total{engine="0",source="host"}': 96,
 }
-OWN: Effects = {'vllm:prefix_cache_hits_total{engine="0"}': 96, 'kvstow_requested_tokens_total{engine="0"}': 4}
+OWN: Effects = {
+    'vllm:prefix_cache_hits_total{engine="0"}': 96,
+    'kvstow_requested_tokens_total{engine="0"}': 4,
+}
 
 
 def test_restored(fake: FakeServer) -> None:
@@ -156,7 +182,10 @@ def test_restored(fake: FakeServer) -> None:
 
 
 def test_restored_from_disk(fake: FakeServer) -> None:
-    loads = {'kvstow_loaded_chunks_total{engine="0",tier="disk"}': 3, 'kvstow_hit_tokens_total{tier="disk"}': 96}
+    loads = {
+        'kvstow_loaded_chunks_total{engine="0",tier="disk"}': 3,
+        'kvstow_hit_tokens_total{tier="disk"}': 96,
+    }
     fake.effects = [STORES, loads]
     report = ask(fake)
     assert report["restored_tokens"] == {"disk": 96}
@@ -187,26 +216,54 @@ def counts(name: str, **labels: str) -> Effects:
         ([ASKS, {**OWN}], "not_stored", "kv_role"),
         ([ASKS, ASKS], "not_stored", "Host pool mapped by"),
         ([{}, {}], "switched_off", "kvstow is switched off"),
-        ([{**ASKS, **counts("refused_chunks_total", tier="memory", reason="pool_full")}, ASKS], "store_refused",
-         "memory.size"),
-        ([{**ASKS, **counts("refused_chunks_total", tier="disk", reason="queue_slow")}, ASKS], "store_refused",
-         "slower"),
-        ([{**ASKS, **counts("failed_chunks_total", tier="memory", reason="store_copy")}, ASKS], "transfer_failed",
-         "log"),
+        (
+            [{**ASKS, **counts("refused_chunks_total", tier="memory", reason="pool_full")}, ASKS],
+            "store_refused",
+            "memory.size",
+        ),
+        (
+            [{**ASKS, **counts("refused_chunks_total", tier="disk", reason="queue_slow")}, ASKS],
+            "store_refused",
+            "slower",
+        ),
+        (
+            [{**ASKS, **counts("failed_chunks_total", tier="memory", reason="store_copy")}, ASKS],
+            "transfer_failed",
+            "log",
+        ),
         ([STORES, {}], "not_asked", "kv_producer"),
-        ([STORES, {**ASKS, **counts("failed_chunks_total", tier="disk", reason="unavailable")}], "transfer_failed",
-         "log"),
+        (
+            [STORES, {**ASKS, **counts("failed_chunks_total", tier="disk", reason="unavailable")}],
+            "transfer_failed",
+            "log",
+        ),
         ([STORES, {**ASKS, **counts("corrupt_chunks_total", tier="disk")}], "corrupt", "disk"),
-        ([STORES, {**ASKS, **counts("fetch_decisions_total", tier="disk", decision="short")}], "computed_instead",
-         "fetch.min_tokens 0"),
-        ([STORES, {**ASKS, **counts("fetch_decisions_total", tier="disk", decision="recompute")}], "computed_instead",
-         "--prompt-tokens"),
-        ([STORES, {**ASKS, **counts("fetch_deadline_exceeded_total", tier="disk")}], "fetch_deadline",
-         "fetch.deadline_ms"),
-        ([{**STORES, **counts("evicted_chunks_total", tier="memory")}, ASKS], "evicted", "memory.size"),
+        (
+            [STORES, {**ASKS, **counts("fetch_decisions_total", tier="disk", decision="short")}],
+            "computed_instead",
+            "fetch.min_tokens 0",
+        ),
+        (
+            [
+                STORES,
+                {**ASKS, **counts("fetch_decisions_total", tier="disk", decision="recompute")},
+            ],
+            "computed_instead",
+            "--prompt-tokens",
+        ),
+        (
+            [STORES, {**ASKS, **counts("fetch_deadline_exceeded_total", tier="disk")}],
+            "fetch_deadline",
+            "fetch.deadline_ms",
+        ),
+        (
+            [{**STORES, **counts("evicted_chunks_total", tier="memory")}, ASKS],
+            "evicted",
+            "memory.size",
+        ),
         ([STORES, ASKS], "missed", "kvstow namespaces"),
     ],
-)  # fmt: skip
+)
 def test_why_not(fake: FakeServer, effects: list[Effects], verdict: str, said: str) -> None:
     fake.effects = effects
     report = ask(fake)
@@ -254,7 +311,10 @@ def test_a_server_without_kvstow(fake: FakeServer) -> None:
 
 
 def test_different_texts_are_told_and_are_no_fault(fake: FakeServer) -> None:
-    fake.effects, fake.texts = [STORES, {**RESTORES, "vllm:request_success_total": 2}], ["same", "other"]
+    fake.effects, fake.texts = (
+        [STORES, {**RESTORES, "vllm:request_success_total": 2}],
+        ["same", "other"],
+    )
     report = ask(fake)
     assert (report["works"], report["identical"]) == (True, False)
     assert "near tie" in report["notes"][0]
@@ -288,13 +348,23 @@ def test_the_chunk_as_the_user_says(fake: FakeServer) -> None:
         ("/v1/completions", 200, b"data: nonsense\n\n", "unreachable"),
         ("/v1/completions", 200, b"", "unreachable"),
         ("/v1/models", 200, b"[" * 10**6, "unreachable"),
-        ("/v1/models", 200, b'{"data": [{"id": "m", "max_model_len": ' + b"9" * 5000 + b"}]}", "unreachable"),
+        (
+            "/v1/models",
+            200,
+            b'{"data": [{"id": "m", "max_model_len": ' + b"9" * 5000 + b"}]}",
+            "unreachable",
+        ),
         ("/v1/models", 200, b'{"data": [{"id": "m", "max_model_len": "x"}]}', "unreachable"),
         ("/v1/completions", 400, b"[" * 10**6, "http_error"),
         ("/v1/completions", 200, b"data: " + b"[" * 10**6 + b"\n", "unreachable"),
         ("/v1/completions", 200, b'data: {"choices": 5}\n', "unreachable"),
         ("/v1/completions", 200, b'data: {"choices": [{"text": 5}]}\n', "unreachable"),
-        ("/v1/completions", 200, b'data: {"choices": [{"text": "a"}], "usage": "x"}\n', "unreachable"),
+        (
+            "/v1/completions",
+            200,
+            b'data: {"choices": [{"text": "a"}], "usage": "x"}\n',
+            "unreachable",
+        ),
         ("/v1/completions", 200, b'data: {"choices": [{"text": "a"}]}\n', "unreachable"),
     ],
 )
@@ -324,7 +394,10 @@ def test_a_key_that_the_server_repeats_is_not_shown(fake: FakeServer, status: in
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-5", "0"])
 def test_a_chunk_of_no_size_is_as_if_not_told(fake: FakeServer, value: str) -> None:
-    fake.answer["/metrics"] = (200, f'kvstow_chunk_tokens{{engine="0"}} {value}\nkvstow_x 1\n'.encode())
+    fake.answer["/metrics"] = (
+        200,
+        f'kvstow_chunk_tokens{{engine="0"}} {value}\nkvstow_x 1\n'.encode(),
+    )
     assert ask(fake)["chunk_tokens"] == UNKNOWN_CHUNK_TOKENS
 
 
@@ -350,14 +423,18 @@ def test_time_has_a_bound(fake: FakeServer) -> None:
         server.metrics()
 
 
-@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://[::1", "http://u:hunter2@h", "u:hunter2@h"])
+@pytest.mark.parametrize(
+    "url", ["", "ftp://x", "http://", "http://[::1", "http://u:hunter2@h", "u:hunter2@h"]
+)
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(ServerFault, match="no URL") as fault:
         Server(url, None, ManualClock(), 1.0)
     assert "hunter2" not in str(fault.value)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/", "http://localhost:8000/v1"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://localhost:8000/", "http://localhost:8000/v1"]
+)
 def test_urls_as_people_write_them(url: str) -> None:
     assert Server(url, None, ManualClock(), 1.0).url == "http://localhost:8000"
 
@@ -372,7 +449,11 @@ def test_prompts_are_new_and_fit() -> None:
 
 def test_counters_that_began_anew_count_from_zero() -> None:
     before, after = Readings.parse("a_total 10\nb 5\n"), Readings.parse("a_total 3\nb 6\nc 1\n")
-    assert {name: after.since(before).total(name) for name in ("a_total", "b", "c")} == {"a_total": 3, "b": 1, "c": 1}
+    assert {name: after.since(before).total(name) for name in ("a_total", "b", "c")} == {
+        "a_total": 3,
+        "b": 1,
+        "c": 1,
+    }
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -397,7 +478,9 @@ def test_the_command_says_it_in_words_and_as_json(fake: FakeServer, kvstow: Kvst
     fake.effects, fake.key = [STORES, RESTORES], KEY
     code, out, err = kvstow("--url", fake.url, "--api-key-env", "THE_KEY")
     assert (code, err) == (0, "")
-    assert out.startswith("works: the second request reused KV: 96 tokens from memory\ntime to first token: ")
+    assert out.startswith(
+        "works: the second request reused KV: 96 tokens from memory\ntime to first token: "
+    )
     assert "identical text" in out
     fake.prompts.clear()
     code, out, _ = kvstow("--url", fake.url, "--api-key-env", "THE_KEY", "--json")

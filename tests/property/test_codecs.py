@@ -21,9 +21,17 @@ from kvstow.errors import FrameError, UnsupportedError
 
 LOSSY = [CacheGen(rate) for rate in RATES] + [int8(), fp8()]
 CODECS: list[Any] = [Raw(), Lossless(), *LOSSY]
-LAYOUT = {"float32": (23, 8), "bfloat16": (7, 8), "float16": (10, 5)}  # bits of mantissa, of exponent
-BY_NAME = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.name}-{codec.kind.parameters.hex()}")
-LOSSY_BY_NAME = pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: f"{codec.name}-{codec.kind.parameters.hex()}")
+LAYOUT = {
+    "float32": (23, 8),
+    "bfloat16": (7, 8),
+    "float16": (10, 5),
+}  # bits of mantissa, of exponent
+BY_NAME = pytest.mark.parametrize(
+    "codec", CODECS, ids=lambda codec: f"{codec.name}-{codec.kind.parameters.hex()}"
+)
+LOSSY_BY_NAME = pytest.mark.parametrize(
+    "codec", LOSSY, ids=lambda codec: f"{codec.name}-{codec.kind.parameters.hex()}"
+)
 
 
 def encoded(codec: Codec, payload: bytes, shape: KVShape) -> bytes:
@@ -43,9 +51,15 @@ def draw_shape(rng: Random, dtype: str) -> KVShape:
         return KVShape.unknown(dtype, 8 * rng.randint(1, 40_000))
     order = "".join(rng.sample("khnc", 4))
     return KVShape(
-        dtype, rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 3), rng.choice((1, 7, 16, 64)),
-        rng.choice((1, 8, 24)), order,
-    )  # fmt: skip
+        dtype,
+        rng.randint(1, 5),
+        rng.randint(1, 3),
+        rng.randint(1, 2),
+        rng.randint(1, 3),
+        rng.choice((1, 7, 16, 64)),
+        rng.choice((1, 8, 24)),
+        order,
+    )
 
 
 def patterns(rng: Random, shape: KVShape) -> bytes:
@@ -57,7 +71,15 @@ def patterns(rng: Random, shape: KVShape) -> bytes:
     low, top = (1 << mantissa) - 1, ((1 << exponent) - 1) << mantissa
     sign = noise & (1 << (mantissa + exponent))
     ordinary = sign | ((noise & low) + ((1 << (exponent - 1)) - 3 << mantissa))
-    classes = [noise, sign, sign | (noise & low), sign | top, sign | top | (noise & low) | 1, ordinary, ordinary]
+    classes = [
+        noise,
+        sign,
+        sign | (noise & low),
+        sign | top,
+        sign | top | (noise & low) | 1,
+        ordinary,
+        ordinary,
+    ]
     choice = np.frombuffer(rng.randbytes(len(noise)), np.uint8) % len(classes)
     mixed = np.choose(choice, classes).astype(shape.word)
     return (classes[rng.randrange(7)].astype(shape.word) if rng.random() < 0.5 else mixed).tobytes()
@@ -86,7 +108,9 @@ def to_float(data: bytes, dtype: str) -> Any:
 
 def from_float(values: Any, dtype: str) -> bytes:
     if dtype == "bfloat16":
-        return bytes(((values.astype(np.float32).view(np.uint32) + 0x8000) >> 16).astype(np.uint16).tobytes())
+        return bytes(
+            ((values.astype(np.float32).view(np.uint32) + 0x8000) >> 16).astype(np.uint16).tobytes()
+        )
     return bytes(values.astype(dtype).tobytes())
 
 
@@ -94,7 +118,9 @@ def normal(seed: int, shape: KVShape) -> Any:
     """A layer's channels with means and spreads of their own, K and V of different scale: [layers, *axes]."""
     generator = np.random.default_rng(seed)
     axes = (shape.layers, *shape.over("khc"))
-    spread = generator.uniform(0.5, 2, axes) * np.array([3, 0.2][: shape.planes]).reshape(shape.over("k"))
+    spread = generator.uniform(0.5, 2, axes) * np.array([3, 0.2][: shape.planes]).reshape(
+        shape.over("k")
+    )
     noise = generator.standard_normal((shape.layers, shape.blocks, *shape.page))
     return (noise * spread + 4 * spread * generator.standard_normal(axes)).astype(np.float32)
 
@@ -115,7 +141,9 @@ def test_lossy_keeps_its_bound(codec: Any, dtype: str, order: str) -> None:
     if codec.name == "cachegen":
         step = np.frombuffer(codec.kind.parameters, np.float32)[0]
         residual = before - before.mean(axis=(1, n), keepdims=True)
-        sigma = np.sqrt((residual**2).mean(axis=tuple(a for a in range(1, 6) if a != k), keepdims=True))
+        sigma = np.sqrt(
+            (residual**2).mean(axis=tuple(a for a in range(1, 6) if a != k), keepdims=True)
+        )
         bound = sigma * step * (0.5 + 0.5 / MEAN_PARTS) * 1.05
     elif codec.name == "int8":
         bound = np.abs(before).max(axis=order.index("c") + 2, keepdims=True) * 0.004
@@ -140,12 +168,16 @@ def test_lossy_takes_any_bits(codec: Any, dtype: str, seed: int) -> None:
     back = decoded(codec, encoded(codec, payload, shape), shape)
     after, finite = to_float(back, dtype), np.isfinite(to_float(payload, dtype))
     assert (np.isfinite(after) == finite).all()
-    assert np.array_equal(np.frombuffer(back, shape.word)[~finite], np.frombuffer(payload, shape.word)[~finite])
+    assert np.array_equal(
+        np.frombuffer(back, shape.word)[~finite], np.frombuffer(payload, shape.word)[~finite]
+    )
 
 
 @LOSSY_BY_NAME
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("scale", [0, 1e-45, 1e-40, 1e-38, 1e-30, 1e4, 6e4, 1e18, 1e19, 1e20, 1e30, 1e38, 3e38])
+@pytest.mark.parametrize(
+    "scale", [0, 1e-45, 1e-40, 1e-38, 1e-30, 1e4, 6e4, 1e18, 1e19, 1e20, 1e30, 1e38, 3e38]
+)
 def test_finite_numbers_of_any_scale_stay_finite(codec: Any, dtype: str, scale: float) -> None:
     shape = KVShape(dtype, 3, 2, 2, 2, 32, 16)
     values = np.random.default_rng(11).uniform(-1.1, 1.1, shape.nbytes // shape.item) * scale
@@ -169,7 +201,9 @@ def test_a_sink_is_kept_exactly() -> None:
     values[:, 0, :, :, 0] *= 0.05  # K and V of the first token, in every layer
     values[2, 1, 0, 0, 5, 3] = 1e5  # one number that no symbol expresses
     values[1, 1, :, :, 9] = np.nan
-    after = to_float(decoded(CacheGen(), encoded(CacheGen(), values.tobytes(), shape), shape), "float32")
+    after = to_float(
+        decoded(CacheGen(), encoded(CacheGen(), values.tobytes(), shape), shape), "float32"
+    )
     after = after.reshape(values.shape)
     assert np.array_equal(after[:, 0, :, :, 0], values[:, 0, :, :, 0])
     assert np.array_equal(after[2, 1, :, :, 5], values[2, 1, :, :, 5])
@@ -206,7 +240,9 @@ def test_damage_is_refused_or_decodes_to_as_many_numbers(codec: Any, seed: int) 
     rng = Random(seed)
     damaged = bytearray(data)
     for _ in range(rng.choice((1, 1, 3, 30))):
-        damaged[rng.randrange(len(damaged) if rng.random() < 0.5 else min(120, len(damaged)))] = rng.randrange(256)
+        damaged[rng.randrange(len(damaged) if rng.random() < 0.5 else min(120, len(damaged)))] = (
+            rng.randrange(256)
+        )
     with suppress(FrameError):
         assert len(decoded(codec, bytes(damaged), shape)) == shape.nbytes
 

@@ -45,9 +45,13 @@ def test_the_plan_is_the_best_of_all(ready: list[float], prefill_s: float, backl
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.sampled_from(["memory", "below", "below", "nowhere"]), min_size=1, max_size=10),
-    st.floats(1e-5, 1e-2), st.floats(0.0, 0.1), st.floats(1e-5, 0.05),
-)  # fmt: skip
-def test_what_is_read_is_what_pays(places: list[str], prefill_s: float, fixed_s: float, chunk_s: float) -> None:
+    st.floats(1e-5, 1e-2),
+    st.floats(0.0, 0.1),
+    st.floats(1e-5, 0.05),
+)
+def test_what_is_read_is_what_pays(
+    places: list[str], prefill_s: float, fixed_s: float, chunk_s: float
+) -> None:
     """The engine itself: a prompt whose chunks are in memory, below, or nowhere; one tier, whose line is known."""
     rig = Rig(slots=40, max_fetch_share=1.0)
     below = [i for i, place in enumerate(places) if place == "below"]
@@ -115,10 +119,14 @@ def test_a_change_of_speed_is_noticed_within_a_few_reads(factor: float, seed: in
         line.observe(size, factor * (0.001 + 1e-9 * size))
         if 0.4 <= line.seconds(32 << 20) / (factor * (0.001 + 1e-9 * (32 << 20))) <= 2.5:
             break
-    assert count <= (32 if factor > 1 else 10), f"{count} reads to learn that it is {factor} times as slow"
+    assert count <= (32 if factor > 1 else 10), (
+        f"{count} reads to learn that it is {factor} times as slow"
+    )
 
 
-def test_without_an_estimate_of_computing_a_first_wait_is_for_all_and_the_next_for_what_is_fast() -> None:
+def test_without_an_estimate_of_computing_a_first_wait_is_for_all_and_the_next_for_what_is_fast() -> (
+    None
+):
     costs = Costs(1, 16)
     slow, fast = 2 * 16 * ASSUMED_PREFILL_S, 0.5 * 16 * ASSUMED_PREFILL_S
     assert costs.plan([slow, 2 * slow]) == 2

@@ -41,12 +41,16 @@ class Machine:
         self.table_fd = os.memfd_create("table")
         os.ftruncate(self.table_fd, SUPERBLOCK_BYTES + slots * RECORD_BYTES)
         self.disk = bytearray(self.geometry.file_bytes(0))
-        self.media = FileMedia(-1, 0, 2, self.geometry.extent_bytes[0], io=(self._read, self._write))
+        self.media = FileMedia(
+            -1, 0, 2, self.geometry.extent_bytes[0], io=(self._read, self._write)
+        )
         self.namespace = Namespace.from_fields({"made by": "property"})
         self.written: dict[ChunkKey, set[bytes]] = {}
         self.held: list[tuple[Lease, ChunkKey, bytes]] = []
         self.lost = False
-        self.unflushed: list[tuple[int, bytes]] = []  # pages of extents as they were, for a power cut to bring back
+        self.unflushed: list[
+            tuple[int, bytes]
+        ] = []  # pages of extents as they were, for a power cut to bring back
         self.old_table = self._table()
         self._open()
 
@@ -55,9 +59,14 @@ class Machine:
         table = Table(self.table_fd, self.geometry.slots, self.executor, self.clock)
         self.extents = Extents(self.geometry, LAYOUT, self.clock, preallocated=True, table=table)
         self.engine = Engine(
-            pool=self.extents, policy=LRU(), tiers=(), layout=LAYOUT, clock=self.clock, metrics=Metrics(),
+            pool=self.extents,
+            policy=LRU(),
+            tiers=(),
+            layout=LAYOUT,
+            clock=self.clock,
+            metrics=Metrics(),
             sealer=ManualExecutor(self.clock),
-        )  # fmt: skip
+        )
 
     def _read(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         views[0][:] = self.disk[offset : offset + len(views[0])]
@@ -131,7 +140,9 @@ class Machine:
         if self.held:
             lease, _, data = self.held.pop(0)
             again = self._load(lease)
-            assert again == data or (again is None and self.lost), "what a lease pins is nobody else's"
+            assert again == data or (again is None and self.lost), (
+                "what a lease pins is nobody else's"
+            )
             lease.release()
 
     def reset(self) -> None:
@@ -178,7 +189,9 @@ class Machine:
         """A bit flips, of an extent or of the table."""
         self.lost = True
         if not table:
-            at = self.geometry.offsets[0] + int(share * (len(self.disk) - self.geometry.offsets[0] - 1))
+            at = self.geometry.offsets[0] + int(
+                share * (len(self.disk) - self.geometry.offsets[0] - 1)
+            )
             self.disk[at] ^= 1 << self.rng.randrange(8)
             return
         at = SUPERBLOCK_BYTES + int(share * (self.geometry.slots * RECORD_BYTES - 1))
@@ -195,7 +208,12 @@ class Machine:
     def run(self) -> None:
         rng = self.rng
         moves = [
-            (30, lambda: self.store(rng.randrange(self.numbers), rng.choice(("commit", "commit", "fail", "abort")))),
+            (
+                30,
+                lambda: self.store(
+                    rng.randrange(self.numbers), rng.choice(("commit", "commit", "fail", "abort"))
+                ),
+            ),
             (30, lambda: self.load(rng.randrange(self.numbers))),
             (5, lambda: self.hold(rng.randrange(self.numbers))),
             (6, self.let_go),

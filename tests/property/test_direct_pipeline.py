@@ -47,13 +47,18 @@ class Machine:
             self.wrong.append(what)
 
     def expect_unused(self, area: int) -> None:
-        self.expect(area not in self.used | {one for one, _ in self.copies.values()}, f"area {area} has two users")
+        self.expect(
+            area not in self.used | {one for one, _ in self.copies.values()},
+            f"area {area} has two users",
+        )
 
     # --- the mover's part
 
     def start(self, ticket: int, item: int, area: int, *, load: bool, length: int) -> None:
         self.expect(item in self.open, f"job {item} has ended, and its pages are copied")
-        self.expect(load or item not in self.fenced, f"job {item} copies pages that are others' by now")
+        self.expect(
+            load or item not in self.fenced, f"job {item} copies pages that are others' by now"
+        )
         self.expect_unused(area)
         self.copies[ticket] = area, item
 
@@ -107,10 +112,15 @@ class Machine:
         load = self.rng.random() < 0.5
         extents = [Extent(self.items + n, 1, b"") for n in range(items)]
         self.items += items
-        self.pipeline.submit(self.tickets, [(self.tickets, extent) for extent in extents], load=load)
+        self.pipeline.submit(
+            self.tickets, [(self.tickets, extent) for extent in extents], load=load
+        )
 
     def take(self) -> None:
-        before, asked = self.pipeline.hung, [(item.extent, item.began_s) for item in self.pipeline._moving]
+        before, asked = (
+            self.pipeline.hung,
+            [(item.extent, item.began_s) for item in self.pipeline._moving],
+        )
         for end in self.pipeline.ended():
             self.take_one(end)
         if self.pipeline.hung and not before:
@@ -118,13 +128,22 @@ class Machine:
             self.stuck = self.pipeline._hung
             begun = [extent for extent, began_s in asked if began_s is not None]
             self.behind += len(begun) < len(asked) and bool(begun)
-            self.expect(self.stuck in (begun or [extent for extent, _ in asked]), f"{self.stuck} hung, of {asked}")
+            self.expect(
+                self.stuck in (begun or [extent for extent, _ in asked]),
+                f"{self.stuck} hung, of {asked}",
+            )
 
     def take_one(self, end: Ended) -> None:
         items = self.open.pop(end.ticket, None)
         self.expect(items is not None, f"job {end.ticket} ended twice")
-        self.expect(all(0 <= index < (items or 0) for index in end.failed), f"items {end.failed} of {items} failed")
-        self.expect(end.ticket not in {item for _, item in self.copies.values()}, f"job {end.ticket} is being copied")
+        self.expect(
+            all(0 <= index < (items or 0) for index in end.failed),
+            f"items {end.failed} of {items} failed",
+        )
+        self.expect(
+            end.ticket not in {item for _, item in self.copies.values()},
+            f"job {end.ticket} is being copied",
+        )
         self.failed, self.fine = self.failed + bool(end.failed), self.fine + (not end.failed)
 
     def step(self) -> None:
@@ -133,7 +152,9 @@ class Machine:
         if kind == 0:
             self.submit()
         elif kind == 1 and self.copies:
-            self.finish(rng.choice(list(self.copies)), "the copy failed" if rng.random() < 0.1 else None)
+            self.finish(
+                rng.choice(list(self.copies)), "the copy failed" if rng.random() < 0.1 else None
+            )
         elif kind == 2 and self.executor.pending:
             self.executor.run(rng.randrange(self.executor.pending))
         elif kind == 3:
@@ -141,7 +162,10 @@ class Machine:
         elif kind == 4:
             fenced = rng.sample(sorted(self.open), min(len(self.open), 2))
             self.pipeline.fence(fenced)
-            self.expect({item for _, item in self.copies.values()}.isdisjoint(fenced), f"jobs {fenced} are copied yet")
+            self.expect(
+                {item for _, item in self.copies.values()}.isdisjoint(fenced),
+                f"jobs {fenced} are copied yet",
+            )
             self.fenced.update(fenced)
         else:
             self.take()

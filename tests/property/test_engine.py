@@ -23,7 +23,9 @@ from kvstow.tier import TierLimits
 from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, Rig, assert_bytes, fill, hit, key, keys
 
 DEADLINE_S = 0.5
-LEARNED_LIMIT_S = 60.0  # in ``compute`` a token takes 5 s / 64 at most, and a prompt and a backlog have 700
+LEARNED_LIMIT_S = (
+    60.0  # in ``compute`` a token takes 5 s / 64 at most, and a prompt and a backlog have 700
+)
 STEPS = 400
 SEEDS = 320
 BLOCK = 20  # seeds a test, so that a failure names a few and the rest still run
@@ -86,13 +88,17 @@ class World:
         self.executors: list[ManualExecutor] = [self.rig.sealer, *self.rig.executors]
         for tier, ledger in enumerate(self.ledgers):
             for family in range(4):
-                self.rig.put_below(*(family * 100 + i for i in range(7) if rng.random() < 0.8), tier=tier)
+                self.rig.put_below(
+                    *(family * 100 + i for i in range(7) if rng.random() < 0.8), tier=tier
+                )
             self.committed.update(i for i in range(400) if key(i) in ledger.whole())
 
     def prompt(self) -> list[int]:
         """Chunks of one of a few prompt families, which share prefixes."""
         family = self.rng.randrange(4)
-        return [self.generation * 10_000 + family * 100 + i for i in range(self.rng.randrange(1, 7))]
+        return [
+            self.generation * 10_000 + family * 100 + i for i in range(self.rng.randrange(1, 7))
+        ]
 
     def step(self) -> None:
         name, weight = zip(*self.WEIGHTS.items(), strict=True)
@@ -132,7 +138,9 @@ class World:
         if found.state is Found.PENDING:
             now = self.rig.clock.monotonic()
             most_s = DEADLINE_S if self.fixed else LEARNED_LIMIT_S
-            assert now < self.waits_since.setdefault(owner, now) + most_s, f"{owner} waits past its deadline"
+            assert now < self.waits_since.setdefault(owner, now) + most_s, (
+                f"{owner} waits past its deadline"
+            )
         else:
             assert (found.state is Found.HIT) == (found.chunks > start)
             assert self.rig.found(*chunks[start:]) == found.chunks - start
@@ -181,7 +189,9 @@ class World:
     def release(self) -> None:
         if self.held:
             lease, chunk = self.held.pop(self.rng.randrange(len(self.held)))
-            assert self.rig.found(chunk) == (chunk // 10_000 == self.generation), "a leased chunk was evicted"
+            assert self.rig.found(chunk) == (chunk // 10_000 == self.generation), (
+                "a leased chunk was evicted"
+            )
             assert_bytes(lease, key(chunk))
             lease.release()
 
@@ -231,7 +241,11 @@ class World:
     def look_back(self) -> None:
         """Nothing of before a reset is ever found; nothing that nobody committed is."""
         if self.generation:
-            old = [(self.generation - 1) * 10_000 + family * 100 + i for family in range(4) for i in range(7)]
+            old = [
+                (self.generation - 1) * 10_000 + family * 100 + i
+                for family in range(4)
+                for i in range(7)
+            ]
             assert not any(self.rig.found(chunk) for chunk in old)
         now = [self.generation * 10_000 + family * 100 + i for family in range(4) for i in range(7)]
         assert {chunk for chunk in now if self.rig.found(chunk)} <= self.committed
@@ -267,7 +281,9 @@ class World:
             fresh.fetch(f"f{family}", *chunks)
             fresh.settle()
             assert fresh.fetch(f"f{family}", *chunks) == hit(want) if want else True
-            for lease, chunk in zip(fresh.engine.hold(f"f{family}", keys(*chunks)), chunks, strict=False):
+            for lease, chunk in zip(
+                fresh.engine.hold(f"f{family}", keys(*chunks)), chunks, strict=False
+            ):
                 assert_bytes(lease, key(chunk))
                 lease.release()
 

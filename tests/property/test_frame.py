@@ -21,7 +21,13 @@ class Case(NamedTuple):
 
     def check(self, frame: memoryview | None = None, length: int | None = None) -> None:
         frame = self.frame if frame is None else frame
-        check(frame, len(frame) if length is None else length, self.key, self.group, integrity_key=self.secret)
+        check(
+            frame,
+            len(frame) if length is None else length,
+            self.key,
+            self.group,
+            integrity_key=self.secret,
+        )
 
     def assert_refused(self, frame: memoryview | None = None, length: int | None = None) -> None:
         with pytest.raises(FrameError):
@@ -30,7 +36,9 @@ class Case(NamedTuple):
 
 def draw(rng: Random) -> Case:
     """A sealed frame of random everything, over what was in the slot before."""
-    key = ChunkKey.build(Namespace(rng.randbytes(32)), rng.randrange(65536), rng.randbytes(rng.randint(1, 64)))
+    key = ChunkKey.build(
+        Namespace(rng.randbytes(32)), rng.randrange(65536), rng.randbytes(rng.randint(1, 64))
+    )
     shards = tuple(rng.choice((1, rng.randint(1, 6000), 4096)) for _ in range(rng.randint(1, 5)))
     group = GroupLayout(rng.randint(1, 64), rng.randint(1, 4), shards)
     secret = rng.choice((None, b"", rng.randbytes(40)))
@@ -50,7 +58,10 @@ def test_what_is_sealed_checks(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_flipped_bit_passes(seed: int) -> None:
     case = draw(rng := Random(seed))
-    for part in [range(4096), *(range(span.offset, span.offset + span.length) for span in case.group.spans())]:
+    for part in [
+        range(4096),
+        *(range(span.offset, span.offset + span.length) for span in case.group.spans()),
+    ]:
         for _ in range(8):
             at, bit = rng.choice(part), 1 << rng.randrange(8)
             case.frame[at] ^= bit

@@ -49,9 +49,15 @@ def spans(name: str) -> list[tuple[KVShape, bytes]]:
             numbers = generator.standard_normal(shape.nbytes // shape.item).astype(np.float32)
             numbers[generator.integers(0, len(numbers), len(numbers) // 500)] = 60_000
             bits = numbers.view(np.uint32) >> (8 * (4 - shape.item) if dtype != "float16" else 0)
-            words = numbers.astype(np.float16).view(np.uint16) if dtype == "float16" else bits.astype(shape.word)
+            words = (
+                numbers.astype(np.float16).view(np.uint16)
+                if dtype == "float16"
+                else bits.astype(shape.word)
+            )
             out = memoryview(bytearray(codec.max_encoded_bytes(shape)))
-            found.append((shape, bytes(out[: codec.encode(memoryview(words.tobytes()), shape, out)])))
+            found.append(
+                (shape, bytes(out[: codec.encode(memoryview(words.tobytes()), shape, out)]))
+            )
     return found
 
 
@@ -78,7 +84,9 @@ def hostile(rng: Random, stream: bytes) -> bytes:
     flipped = bytearray(stream)
     for _ in range(rng.choice((1, 1, 2, 8))):
         if flipped:
-            flipped[rng.randrange(min(len(flipped), rng.choice((8, 1 << 30))))] ^= 1 << rng.randrange(8)
+            flipped[rng.randrange(min(len(flipped), rng.choice((8, 1 << 30))))] ^= (
+                1 << rng.randrange(8)
+            )
     length = rng.choice(LENGTHS)
     choices: list[Callable[[], bytes]] = [
         lambda: bytes(flipped),
@@ -92,8 +100,15 @@ def hostile(rng: Random, stream: bytes) -> bytes:
         lambda: zstd.compress(bytes(min(length, 1 << 22)), 1),
         lambda: zstd.compress(rng.randbytes(2 * len(stream)), 1),
         lambda: zstd.compress(b""),
-        lambda: struct.pack("<II", 0x184D2A50, rng.choice((0, 4, 1 << 31))) + rng.randbytes(4),  # a frame to skip
-        lambda: magic + rng.choice((b"\xe0", b"\xc0\xf8", b"\x04\xf8")) + struct.pack("<Q", length) + rng.randbytes(9),
+        lambda: (
+            struct.pack("<II", 0x184D2A50, rng.choice((0, 4, 1 << 31))) + rng.randbytes(4)
+        ),  # a frame to skip
+        lambda: (
+            magic
+            + rng.choice((b"\xe0", b"\xc0\xf8", b"\x04\xf8"))
+            + struct.pack("<Q", length)
+            + rng.randbytes(9)
+        ),
     ]
     return rng.choice(choices)()
 
@@ -133,7 +148,9 @@ def test_hostile_streams_are_refused_or_decoded_within_bounds(name: str) -> None
                 warnings.simplefilter("error")
                 codec.decode(memoryview(data), shape, memoryview(out)[GUARD : GUARD + shape.nbytes])
                 refused -= 1
-            assert tracemalloc.get_traced_memory()[1] - before < 8 * shape.nbytes + len(data) + (128 << 10)
+            assert tracemalloc.get_traced_memory()[1] - before < 8 * shape.nbytes + len(data) + (
+                128 << 10
+            )
             assert out[:GUARD] == out[-GUARD:] == b"\xdd" * GUARD
     finally:
         tracemalloc.stop()

@@ -15,16 +15,24 @@ PARTS = st.tuples(NAMESPACES, st.integers(0, 65535), st.binary(min_size=1, max_s
 
 
 @given(FIELDS, FIELDS)
-def test_b9_namespaces_are_equal_only_if_their_fields_are(one: dict[str, str], other: dict[str, str]) -> None:
+def test_b9_namespaces_are_equal_only_if_their_fields_are(
+    one: dict[str, str], other: dict[str, str]
+) -> None:
     assert (Namespace.from_fields(one) == Namespace.from_fields(other)) == (one == other)
 
 
 @given(st.dictionaries(WORDS, WORDS, min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_a_namespace_depends_on_neither_order_nor_type(fields: dict[str, str], rng: random.Random) -> None:
+def test_a_namespace_depends_on_neither_order_nor_type(
+    fields: dict[str, str], rng: random.Random
+) -> None:
     shuffled = list(fields.items())
     rng.shuffle(shuffled)
     as_bytes = {tag: value.encode() for tag, value in shuffled}
-    assert Namespace.from_fields(fields) == Namespace.from_fields(dict(shuffled)) == Namespace.from_fields(as_bytes)
+    assert (
+        Namespace.from_fields(fields)
+        == Namespace.from_fields(dict(shuffled))
+        == Namespace.from_fields(as_bytes)
+    )
 
 
 @given(PARTS, PARTS)
@@ -50,5 +58,8 @@ def test_a_key_gives_back_its_parts(parts: tuple[Namespace, int, bytes]) -> None
 def test_keys_in_bulk_are_those_of_a_naive_loop(
     namespace: Namespace, group: int, hashes: list[bytes], per_chunk: int, start: int
 ) -> None:
-    naive = [ChunkKey.build(namespace, group, hashes[end - 1]) for end in range(per_chunk, len(hashes) + 1, per_chunk)]
+    naive = [
+        ChunkKey.build(namespace, group, hashes[end - 1])
+        for end in range(per_chunk, len(hashes) + 1, per_chunk)
+    ]
     assert chunk_keys(namespace, group, hashes, per_chunk, start) == naive[start:]

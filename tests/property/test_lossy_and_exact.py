@@ -21,7 +21,18 @@ from kvstow.testing.faults import Fault, FaultStore
 from kvstow.testing.manual import ManualClock, ManualExecutor
 from kvstow.testing.memory_store import MemoryStore
 from kvstow.tier import Tier
-from tests.unit.codec.kv import FRAME_BYTES, GROUP, LAYOUT, TOKENS, coder, filled, key, near, payload, spans_of
+from tests.unit.codec.kv import (
+    FRAME_BYTES,
+    GROUP,
+    LAYOUT,
+    TOKENS,
+    coder,
+    filled,
+    key,
+    near,
+    payload,
+    spans_of,
+)
 
 NAMES = ("raw", "lossless", "lossless", "int8", "cachegen:low", "cachegen:high", "fp8")
 CHUNKS = 8
@@ -37,14 +48,29 @@ class Life:
         self.faulty = [FaultStore(store) for store in stores]
         self.executors = [ManualExecutor(self.clock, run_in_wait=True) for _ in (0, *stores)]
         self.tiers = [
-            Tier(f"t{i}", store, executor, layout=LAYOUT, clock=self.clock, metrics=metrics, coder=coder(name))
-            for i, (store, executor, name) in enumerate(zip(self.faulty, self.executors[1:], self.names, strict=True))
+            Tier(
+                f"t{i}",
+                store,
+                executor,
+                layout=LAYOUT,
+                clock=self.clock,
+                metrics=metrics,
+                coder=coder(name),
+            )
+            for i, (store, executor, name) in enumerate(
+                zip(self.faulty, self.executors[1:], self.names, strict=True)
+            )
         ]
         self.pool = HostPool.create(LAYOUT, rng.randint(2, 7) * FRAME_BYTES, name="life")
         self.engine = Engine(
-            pool=self.pool, policy=LRU(), tiers=self.tiers, layout=LAYOUT, clock=self.clock, metrics=metrics,
+            pool=self.pool,
+            policy=LRU(),
+            tiers=self.tiers,
+            layout=LAYOUT,
+            clock=self.clock,
+            metrics=metrics,
             sealer=self.executors[0],
-        )  # fmt: skip
+        )
         self.serial = 0
 
     def work(self) -> None:
@@ -89,7 +115,9 @@ class Life:
             else:
                 assert got == payload(i), f"chunk {i} passes for exact and is not"
         self.work()
-        for i, lease in enumerate(leases):  # what is leased does not change, whatever came meanwhile
+        for i, lease in enumerate(
+            leases
+        ):  # what is leased does not change, whatever came meanwhile
             assert near(spans_of(lease.view()), i)
             lease.release()
 
@@ -137,7 +165,10 @@ def test_what_is_not_flagged_is_exact(block: int) -> None:
                     life.work()
                 else:
                     at = rng.choice((10, 2020, 4100, 9000))
-                    rng.choice(life.faulty).faults = [Fault("read", flip_at=at), Fault("write", short_by=4096)]
+                    rng.choice(life.faulty).faults = [
+                        Fault("read", flip_at=at),
+                        Fault("write", short_by=4096),
+                    ]
                 life.clock.advance(0.01)
             life.close()
             for store, names in zip(stores, wrote, strict=True):

@@ -150,13 +150,17 @@ def run(policy: Policy, model: Model, rng: Random, steps: int) -> None:
             victim = policy.victim(lambda k, leased=leased: k not in leased)
             assert victim == model.victim(leased)
             assert victim is None or victim not in leased
-            assert victim is not None or set(held) <= leased, "a key that is not leased was not found"
+            assert victim is not None or set(held) <= leased, (
+                "a key that is not leased was not found"
+            )
         assert len(policy) == len(model.held())
         assert {k for k in KEYS if k in policy} == set(model.held())
 
 
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize(("policy", "model"), [(LRU, LRUModel), (S3FIFO, S3FIFOModel)], ids=["lru", "s3fifo"])
+@pytest.mark.parametrize(
+    ("policy", "model"), [(LRU, LRUModel), (S3FIFO, S3FIFOModel)], ids=["lru", "s3fifo"]
+)
 def test_a_policy_chooses_what_its_model_chooses(
     policy: Callable[[], Policy], model: Callable[[], Model], seed: int
 ) -> None:
@@ -199,7 +203,9 @@ def test_s3fifo_keeps_its_working_set_through_a_scan(seed: int) -> None:
     for policy, kept in ((S3FIFO(), True), (LRU(), False)):
         hit_ratio(policy, working_set, 100)
         hit_ratio(policy, scan, 100)
-        hot = sum(ChunkKey.build(NAMESPACE, 1, n.to_bytes(4, "little")) in policy for n in range(40))
+        hot = sum(
+            ChunkKey.build(NAMESPACE, 1, n.to_bytes(4, "little")) in policy for n in range(40)
+        )
         assert (hot >= 36) == kept, f"{hot} of the 40 most used keys are left"
 
 

@@ -14,7 +14,9 @@ from kvstow.policy.lru import LRU
 from kvstow.pool import HostPool, Lease
 from kvstow.runtime import ThreadExecutor
 
-LAYOUT = ChunkLayout((GroupLayout(16, 1, (3000, 500)), GroupLayout(16, 1, (100,)), GroupLayout(16, 1, (5000,))))
+LAYOUT = ChunkLayout(
+    (GroupLayout(16, 1, (3000, 500)), GroupLayout(16, 1, (100,)), GroupLayout(16, 1, (5000,)))
+)
 SLOT = LAYOUT.max_frame_bytes
 PATIENCE_S = 30.0
 
@@ -45,7 +47,9 @@ class PoolMachine:
         self.fills = 0
 
     def step(self) -> None:
-        self.rng.choice([self.reserve, self.commit, self.lease, self.release, self.release_again, self.drop])()
+        self.rng.choice(
+            [self.reserve, self.commit, self.lease, self.release, self.release_again, self.drop]
+        )()
         self.check()
 
     def pick(self, wanted: list[Chunk]) -> Iterator[Chunk]:
@@ -57,14 +61,18 @@ class PoolMachine:
         assert (lease is None) == (sum(chunk.alive for chunk in self.chunks) == 6)
         if lease is not None:
             self.fills = self.fills % 255 + 1
-            assert lease.slot not in {chunk.slot for chunk in self.chunks if chunk.alive}, "one slot, two owners"
+            assert lease.slot not in {chunk.slot for chunk in self.chunks if chunk.alive}, (
+                "one slot, two owners"
+            )
             chunk = Chunk(lease.slot, self.fills)
             lease.view()[:] = bytes([chunk.fill]) * len(lease.view())
             chunk.leases.append(lease)
             self.chunks.append(chunk)
 
     def commit(self) -> None:
-        for chunk in self.pick([c for c in self.chunks if not c.resident and c.leases and not c.dropped]):
+        for chunk in self.pick(
+            [c for c in self.chunks if not c.resident and c.leases and not c.dropped]
+        ):
             chunk.leases[0].commit()
             chunk.resident = True
 
@@ -96,7 +104,9 @@ class PoolMachine:
         assert self.pool.leased == sum(bool(chunk.leases) for chunk in self.chunks)
         for chunk in self.chunks:
             for lease in chunk.leases:
-                assert lease.view().tobytes().count(chunk.fill) == len(lease.view()), "somebody else wrote"
+                assert lease.view().tobytes().count(chunk.fill) == len(lease.view()), (
+                    "somebody else wrote"
+                )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -127,7 +137,9 @@ def test_a3_eight_threads_fill_and_verify_while_the_owner_gives_and_takes() -> N
             for span in spans:
                 span[:] = bytes([fill]) * len(span)
             if any(span.tobytes().count(fill) != len(span) for span in spans):
-                faults.append(f"slot {lease.slot} was written by two: {threading.current_thread().name}")
+                faults.append(
+                    f"slot {lease.slot} was written by two: {threading.current_thread().name}"
+                )
         return lease
 
     def finished(lease: Lease | None, error: BaseException | None) -> None:

@@ -58,7 +58,9 @@ class Overlapping:
     def __init__(self, seed: int) -> None:
         self.rng, self.clock, self.store = Random(seed), ManualClock(), Held()
         self.breaker = Breaker(self.store, self.clock, failures=FAILURES, open_s=OPEN_S)
-        self.running: list[tuple[queue.SimpleQueue[Any], int, bool]] = []  # how to end it, times opened, a trial
+        self.running: list[
+            tuple[queue.SimpleQueue[Any], int, bool]
+        ] = []  # how to end it, times opened, a trial
         self.opened: list[float] = []
         self.closed, self.failed = True, 0
 
@@ -86,7 +88,9 @@ class Overlapping:
         to, era, trial = self.running.pop(self.rng.randrange(len(self.running)))
         told = told or self.rng.choice([[True] * 4, *(error() for error in ERRORS)])
         to.put(told)
-        assert self.store.events.get(timeout=PATIENCE_S) is told, "what the store answers or raises comes through"
+        assert self.store.events.get(timeout=PATIENCE_S) is told, (
+            "what the store answers or raises comes through"
+        )
         if era != len(self.opened):
             return
         if isinstance(told, list | StoreRefused):
@@ -166,7 +170,9 @@ class Bottom(MemoryStore):
         if fault == "after":
             raise error
         if fault == "answer":
-            return self.rng.choice([None, "yes", [*(answer or []), True], [3.5] * len(given), [Done(-1)] * len(given)])
+            return self.rng.choice(
+                [None, "yes", [*(answer or []), True], [3.5] * len(given), [Done(-1)] * len(given)]
+            )
         return answer
 
 
@@ -203,7 +209,9 @@ class Stack:
         self.bottom = Bottom(self.rng, self.clock)
         self.bottom.meanwhile = self._meanwhile
         self.asked = Witness(CheckedStore(self.bottom), self.clock)
-        self.passed = Witness(Retry(self.asked, self.clock, Random(seed), pause=self._pause), self.clock)
+        self.passed = Witness(
+            Retry(self.asked, self.clock, Random(seed), pause=self._pause), self.clock
+        )
         limit = WriteLimit(self.passed, self.clock, bytes_s=RATE, burst_s=BURST_S)
         self.store = Breaker(limit, self.clock, failures=FAILURES, open_s=OPEN_S)
         self.closed_at: int | None = None
@@ -227,7 +235,11 @@ class Stack:
         asked, began_s, state = len(self.asked.calls), self.clock.monotonic(), self.store.state
         self.asked.depth += 1
         self.rng.choice([self.contains, self.read, self.write, self.write, self.delete])()
-        own = [(at, error) for at, depth, error in self.asked.calls[asked:] if depth == self.asked.depth]
+        own = [
+            (at, error)
+            for at, depth, error in self.asked.calls[asked:]
+            if depth == self.asked.depth
+        ]
         self.asked.depth -= 1
         assert len(own) <= (ATTEMPTS if state is not BreakerState.OPEN else 0)
         assert all(at <= began_s + TOTAL_S for at, _ in own), "retries stay within their time"
@@ -241,21 +253,31 @@ class Stack:
         found = self._call(self.store.contains, keys)
         assert found is None or [type(one) for one in found] == [bool] * len(keys)
         ever = {key for key, _ in self.bottom.put}
-        assert not found or all(key in ever for key, there in zip(keys, found, strict=True) if there)
+        assert not found or all(
+            key in ever for key, there in zip(keys, found, strict=True) if there
+        )
 
     def read(self) -> None:
-        items = [(key, memoryview(bytearray(self.rng.choice([0, 64, 400])))) for key in self._keys()]
+        items = [
+            (key, memoryview(bytearray(self.rng.choice([0, 64, 400])))) for key in self._keys()
+        ]
         outcomes = self._call(self.store.read, items)
         for (key, buffer), outcome in zip(items, outcomes or [], strict=outcomes is not None):
             if isinstance(outcome, Done):
-                assert (key, bytes(buffer[: outcome.length])) in self.bottom.put, "it came from the store"
+                assert (key, bytes(buffer[: outcome.length])) in self.bottom.put, (
+                    "it came from the store"
+                )
             else:
                 assert outcome in (MISSING, REJECTED)
 
     def write(self) -> None:
-        values = [(key, self.rng.randbytes(self.rng.choice([0, 10, 50, LARGEST]))) for key in self._keys()]
+        values = [
+            (key, self.rng.randbytes(self.rng.choice([0, 10, 50, LARGEST]))) for key in self._keys()
+        ]
         before = len(self.bottom.put)
-        outcomes = self._call(self.store.write, [(key, [memoryview(value)]) for key, value in values])
+        outcomes = self._call(
+            self.store.write, [(key, [memoryview(value)]) for key, value in values]
+        )
         for (key, value), outcome in zip(values, outcomes or [], strict=outcomes is not None):
             if isinstance(outcome, Done):
                 assert outcome.length == len(value)
@@ -286,7 +308,9 @@ def test_k2_whatever_the_store_does_answers_are_true_and_it_is_used_again(seed: 
     for i, (since_s, _) in enumerate(wrote):
         for j in range(i, len(wrote)):
             passed = sum(size for _, size in wrote[i : j + 1])
-            assert passed <= RATE * (wrote[j][0] - since_s + BURST_S) + LARGEST, "in no time more than the limit"
+            assert passed <= RATE * (wrote[j][0] - since_s + BURST_S) + LARGEST, (
+                "in no time more than the limit"
+            )
     stack.bottom.faulty = False
     stack.clock.advance(3600.0)
     assert stack.store.contains(KEYS) == [key in stack.bottom._values for key in KEYS]

@@ -17,9 +17,16 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 HOOKS = (
-    "register_kv_caches", "set_host_xfer_buffer_ops", "finalize_kv_cache_registration", "flush_deferred_load",
-    "handle_preemptions", "start_load_kv", "wait_for_save", "wait_for_layer_load", "save_kv_layer",
-)  # fmt: skip
+    "register_kv_caches",
+    "set_host_xfer_buffer_ops",
+    "finalize_kv_cache_registration",
+    "flush_deferred_load",
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_save",
+    "wait_for_layer_load",
+    "save_kv_layer",
+)
 TOKENS = 6
 
 
@@ -33,7 +40,9 @@ def watch_hooks() -> dict[str, int]:
         hook = getattr(Connector, name)
 
         def counted(self: object, *args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_globals["__name__"] != "kvstow.vllm.rbln":  # only what the engine calls
+            if (
+                sys._getframe(1).f_globals["__name__"] != "kvstow.vllm.rbln"
+            ):  # only what the engine calls
                 calls[name] += 1
             return hook(self, *args, **kwargs)
 
@@ -98,8 +107,13 @@ class PageOracle:
         import torch
 
         for offset, block in enumerate(copy.block_ids, start=copy.first_block):
-            pages = [cache[block].cpu().view(torch.int16).numpy().tobytes() for cache in self._caches]
-            where, digest = (copy.place.spans[0].offset, offset), hashlib.sha256(b"".join(pages)).digest()
+            pages = [
+                cache[block].cpu().view(torch.int16).numpy().tobytes() for cache in self._caches
+            ]
+            where, digest = (
+                (copy.place.spans[0].offset, offset),
+                hashlib.sha256(b"".join(pages)).digest(),
+            )
             if not load:
                 self._at[where] = digest
                 self.stored += 1
@@ -124,13 +138,22 @@ def make_engine(case: dict[str, Any]) -> Any:
     from vllm import LLM
 
     return LLM(
-        str(case["model"]), model_impl="vllm", dtype="bfloat16", seed=0, max_model_len=case["max_model_len"],
-        block_size=case["block_size"], max_num_batched_tokens=128, max_num_seqs=4, enforce_eager=case["eager"],
-        tensor_parallel_size=case["ranks"], num_gpu_blocks_override=case["blocks"],
-        gpu_memory_utilization=case["memory"], enable_prefix_caching=case["prefix_caching"],
+        str(case["model"]),
+        model_impl="vllm",
+        dtype="bfloat16",
+        seed=0,
+        max_model_len=case["max_model_len"],
+        block_size=case["block_size"],
+        max_num_batched_tokens=128,
+        max_num_seqs=4,
+        enforce_eager=case["eager"],
+        tensor_parallel_size=case["ranks"],
+        num_gpu_blocks_override=case["blocks"],
+        gpu_memory_utilization=case["memory"],
+        enable_prefix_caching=case["prefix_caching"],
         kv_transfer_config=case["kv_transfer_config"],
         additional_config={"use_custom_sampler": False} | case["additional_config"],
-    )  # fmt: skip
+    )
 
 
 def drain(llm: Any) -> None:
@@ -159,7 +182,9 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
             sys.modules["rebel.rds"].drive.fail = "SYS_EIO"  # type: ignore[attr-defined]
         sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
         [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        answers.append({"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0})
+        answers.append(
+            {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens or 0}
+        )
         drain(llm)
     pages = {"stored": oracle.stored, "loaded": oracle.loaded, "wrong": oracle.wrong}
     return {"answers": answers, "hooks": calls, "transfers": seen, "pages": pages, "log": log.lines}

@@ -19,7 +19,10 @@ def _raw(shape: Shape, *dims: int) -> torch.Tensor:
 
 
 def _built(
-    shape: Shape, spec: KVSpec, dims: tuple[int, ...], block: Callable[[Cache, int], list[torch.Tensor]]
+    shape: Shape,
+    spec: KVSpec,
+    dims: tuple[int, ...],
+    block: Callable[[Cache, int], list[torch.Tensor]],
 ) -> Built:
     caches: dict[str, Cache] = {f"layers.{i}.attn": _raw(shape, *dims) for i in range(shape.layers)}
     return Built(caches, dict.fromkeys(caches, spec), lambda name, b: block(caches[name], b))

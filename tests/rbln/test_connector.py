@@ -30,12 +30,15 @@ from kvstow.vllm.worker import WorkerSide  # noqa: E402
 from tests.rbln import layouts  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-GOOD = SimpleNamespace(use_custom_kernel=False, compile_dtype="", enforce_model_fp32=False, use_w8a8=False)
+GOOD = SimpleNamespace(
+    use_custom_kernel=False, compile_dtype="", enforce_model_fp32=False, use_w8a8=False
+)
 
 
 def config(additional: object = GOOD, algorithm: str = "sha256") -> Any:
     return SimpleNamespace(
-        additional_config=additional, cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm)
+        additional_config=additional,
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm),
     )
 
 
@@ -83,7 +86,9 @@ def test_ring_blocks_of_sliding_windows_are_refused() -> None:
     class RBLNSlidingWindowSpec(SlidingWindowSpec):
         """vllm-rbln's: one block a request, overwritten in place."""
 
-    spec = RBLNSlidingWindowSpec(block_size=64, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64)
+    spec = RBLNSlidingWindowSpec(
+        block_size=64, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
+    )
     with pytest.raises(UnsupportedError, match="RBLNSlidingWindowSpec"):
         _refuse_unserved_layer("layer 3", spec, max_model_len=64)
 
@@ -100,7 +105,9 @@ def test_nothing_of_the_vendors_is_imported() -> None:
         "print([m for m in sys.modules if m.split('.')[0] in ('rebel', 'torch_rbln', 'vllm_rbln', 'lmcache_rbln')])"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -110,7 +117,11 @@ def test_the_name_is_the_one_that_vllm_rbln_knows() -> None:
 
 def test_numerics_enter_the_namespace() -> None:
     seen = {rbln_config.numerics(config())}
-    for name, value in (("use_w8a8", True), ("compile_dtype", "bf16"), ("enforce_model_fp32", True)):
+    for name, value in (
+        ("use_w8a8", True),
+        ("compile_dtype", "bf16"),
+        ("enforce_model_fp32", True),
+    ):
         seen.add(rbln_config.numerics(config(SimpleNamespace(**{**vars(GOOD), name: value}))))
     assert len(seen) == 4
     assert rbln_config.numerics(config({})) == ""
@@ -136,9 +147,15 @@ class Worker:
     def __init__(self, blocks: int = 6) -> None:
         self.built = kv(blocks)
         self.device = RblnDevice(ThreadExecutor("copy"), SystemClock())
-        self.side = WorkerSide(lambda kind: self.device, [self.built.specs], (0, 0), (0, 0), "here", "")
+        self.side = WorkerSide(
+            lambda kind: self.device, [self.built.specs], (0, 0), (0, 0), "here", ""
+        )
         self.connector = object.__new__(RBLNLMCacheConnectorV1)
-        self.connector._worker, self.connector._scheduler, self.connector._registered = self.side, None, None
+        self.connector._worker, self.connector._scheduler, self.connector._registered = (
+            self.side,
+            None,
+            None,
+        )
         self.connector._connector_metadata = None
 
     def moves(self, built: Built, block: int) -> bool:
@@ -149,7 +166,9 @@ class Worker:
         self.device.copy_out(1, [Transfer(host.place(0), [block])])
         self.device.fence([1])
         [ended] = self.device.finished()
-        return not ended.failed and host.payload(0) == b"".join(block_bytes(built, n, block) for n in built.specs)
+        return not ended.failed and host.payload(0) == b"".join(
+            block_bytes(built, n, block) for n in built.specs
+        )
 
 
 @pytest.fixture
@@ -195,7 +214,9 @@ def test_registration_with_other_tensors(worker: Worker) -> None:
 
 def test_meta_tensors_are_refused_at_registration(worker: Worker) -> None:
     meta = {"layers.0.attn": torch.zeros(6, 2, 2, 1, 16, 16, device="meta")}
-    with pytest.raises(RuntimeError, match=r"layers\.0.*VLLM_RBLN_USE_DEVICE_TENSOR=1.*--model-impl vllm"):
+    with pytest.raises(
+        RuntimeError, match=r"layers\.0.*VLLM_RBLN_USE_DEVICE_TENSOR=1.*--model-impl vllm"
+    ):
         worker.connector.register_kv_caches(meta)
 
 

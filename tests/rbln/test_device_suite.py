@@ -46,7 +46,9 @@ class Rbln(DeviceSuite):
 
     def make_device(self, fail_at: int | None = None) -> Device:
         runtime = None if fail_at is None else FailingRuntime(fail_at)
-        return RblnDevice(ThreadExecutor("copy"), SystemClock(), block_axis=self.axis, runtime=runtime)
+        return RblnDevice(
+            ThreadExecutor("copy"), SystemClock(), block_axis=self.axis, runtime=runtime
+        )
 
     def build(self, layout: str, **shape: object) -> Built:
         make = layouts.mla if layout.startswith("mla") else type(self).attention
@@ -54,7 +56,9 @@ class Rbln(DeviceSuite):
         fill(built, seed=7)
         return built
 
-    def round_trip(self, device: Device, built: Built, blocks_per_chunk: int, seed: int = 1) -> GroupPages:
+    def round_trip(
+        self, device: Device, built: Built, blocks_per_chunk: int, seed: int = 1
+    ) -> GroupPages:
         """The suite's, and then: copies between the device and the host were plain ones, and only copies."""
         seen: dict[str, int] = {}
         wait = self.wait
@@ -83,14 +87,18 @@ class Rbln(DeviceSuite):
             self.wait = wait  # type: ignore[method-assign]
             device.copy_out, device.copy_in = originals  # type: ignore[method-assign]
         moved = 2 * blocks_per_chunk * pages.block_bytes
-        assert {name for name in seen if name.startswith("fallback") or name.endswith("strided")} == set()
+        assert {
+            name for name in seen if name.startswith("fallback") or name.endswith("strided")
+        } == set()
         assert (seen["d2h.bytes"], seen["h2d.bytes"]) == (moved, moved)
         assert seen["d2h.async"] == seen["d2h.calls"]
         return pages
 
     def test_o8_a_copy_is_a_block_of_a_layer_or_its_k_or_v(self, device: Device) -> None:
         """Blocks of 1,024 tokens in kernel blocks of 128: no smaller piece is moved, and no other block is written."""
-        built = self.build("kv_first", layers=3, blocks=5, tokens=1024, kernel_blocks=8, heads=1, size=4)
+        built = self.build(
+            "kv_first", layers=3, blocks=5, tokens=1024, kernel_blocks=8, heads=1, size=4
+        )
         _, host = self.attach(device, built, blocks_per_chunk=2)
         planes = 1 + self.axis
         for load, start in enumerate((device.copy_out, device.copy_in)):
@@ -109,7 +117,9 @@ class Rbln(DeviceSuite):
     def test_a4_unknown_layout_is_refused_by_name(self, device: Device) -> None:
         spec = KVSpec(12, 16, 2, 16, 4, 16 * 2 * 2 * 16 * 4)
         cache = torch.zeros(12, 2, 16, 2, 8, 2, device="rbln")
-        with pytest.raises(UnsupportedError, match=r"layers\.7\.attn.*\(12, 2, 16, 2, 8, 2\).*rbln_kv_first"):
+        with pytest.raises(
+            UnsupportedError, match=r"layers\.7\.attn.*\(12, 2, 16, 2, 8, 2\).*rbln_kv_first"
+        ):
             device.attach({"layers.7.attn": cache}, [{"layers.7.attn": spec}])
 
 

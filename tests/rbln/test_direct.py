@@ -27,7 +27,9 @@ class Rig:
     """A device over three layers, one staging area, and the media with ``api``."""
 
     def __init__(self, api: tuple[Any, Any]) -> None:
-        self.built: Built = layouts.blocks_first(Shape(layers=3, blocks=6, tokens=64, device="rbln"))
+        self.built: Built = layouts.blocks_first(
+            Shape(layers=3, blocks=6, tokens=64, device="rbln")
+        )
         fill(self.built, seed=4)
         self.device = RblnDevice(ThreadExecutor("copy"), SystemClock())
         [pages] = self.device.attach(self.built.caches, [self.built.specs])
@@ -35,14 +37,21 @@ class Rig:
         self.staging = DeviceStaging(self.device, torch.device("rbln", 0), 1, align_up(self.length))
         [self.area] = self.staging.areas
         size = HEADER_BYTES + align_up(self.length)
-        self.media = media.RdsMedia(api, 0, 0, [self.area], size, sample=1 << 30)  # payloads are not checked by sample
-        self.extent = Extent(size, self.length, TAG)  # the second slot: the first one's payload is always sampled
+        self.media = media.RdsMedia(
+            api, 0, 0, [self.area], size, sample=1 << 30
+        )  # payloads are not checked by sample
+        self.extent = Extent(
+            size, self.length, TAG
+        )  # the second slot: the first one's payload is always sampled
         self.tickets = 0
 
     def copy(self, block: int, *, load: bool) -> None:
         start = self.device.copy_in if load else self.device.copy_out
         self.tickets += 1
-        start(self.tickets, [Transfer(Place("pool", (Span(self.staging.use(0), self.length),)), [block])])
+        start(
+            self.tickets,
+            [Transfer(Place("pool", (Span(self.staging.use(0), self.length),)), [block])],
+        )
         self.device.fence([self.tickets])
         assert [ended.failed for ended in self.device.finished()] == [()]
 
@@ -113,5 +122,9 @@ def test_what_is_forgotten_for_a_header_page_is_noticed(api: tuple[Any, Any], na
 
 def layouts_page_bytes() -> int:
     """Bytes of a block over the rig's three layers."""
-    spec = next(iter(layouts.blocks_first(Shape(layers=1, blocks=1, tokens=64, device="rbln")).specs.values()))
+    spec = next(
+        iter(
+            layouts.blocks_first(Shape(layers=1, blocks=1, tokens=64, device="rbln")).specs.values()
+        )
+    )
     return 3 * spec.page_bytes

@@ -32,10 +32,14 @@ def staging() -> torch.Tensor:
 
 
 def noise(seed: int) -> torch.Tensor:
-    return torch.randint(0, 255, (BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 255, (BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
-def move(rds: Any, vmem: Any, chunk: Any, staging: torch.Tensor, *, write: bool, offset: int = 8192) -> None:
+def move(
+    rds: Any, vmem: Any, chunk: Any, staging: torch.Tensor, *, write: bool, offset: int = 8192
+) -> None:
     with rds.Stream(device=0, node_id=0) as stream:
         for buffer in vmem.get_device_buffers(staging.data_ptr()):
             (chunk.write if write else chunk.read)(buffer, file_offset=offset, stream=stream)
@@ -67,11 +71,15 @@ def test_what_torch_writes_after_a_read_counts(rds: Any, vmem: Any, staging: tor
     move(rds, vmem, chunk, staging, write=False)
     rds.mark_device_updated(staging.data_ptr())
     staging[:4096].copy_(torch.zeros(4096, dtype=torch.uint8))
-    assert torch.equal(staging.cpu(), torch.cat([torch.zeros(4096, dtype=torch.uint8), data[4096:]]))
+    assert torch.equal(
+        staging.cpu(), torch.cat([torch.zeros(4096, dtype=torch.uint8), data[4096:]])
+    )
     chunk.close()
 
 
-def test_transfers_happen_when_the_stream_is_drained(rds: Any, vmem: Any, staging: torch.Tensor, drive: Any) -> None:
+def test_transfers_happen_when_the_stream_is_drained(
+    rds: Any, vmem: Any, staging: torch.Tensor, drive: Any
+) -> None:
     chunk, before = rds.Chunk(size=1 << 20), dict(drive.transfers)
     stream = rds.Stream()
     [buffer] = vmem.get_device_buffers(staging.data_ptr())
@@ -90,7 +98,9 @@ def test_an_area_that_is_not_bound_has_no_buffers(vmem: Any) -> None:
 
 
 @pytest.mark.parametrize("offset", [100, 1 << 20, -4096])
-def test_offsets_are_aligned_and_inside(rds: Any, vmem: Any, staging: torch.Tensor, offset: int) -> None:
+def test_offsets_are_aligned_and_inside(
+    rds: Any, vmem: Any, staging: torch.Tensor, offset: int
+) -> None:
     chunk = rds.Chunk(size=1 << 20)
     [buffer] = vmem.get_device_buffers(staging.data_ptr())
     with pytest.raises(ValueError):
@@ -115,7 +125,9 @@ def test_chunks_are_aligned_and_run_out(rds: Any) -> None:
         rds.Chunk(size=1 << 40)
 
 
-def test_a_failing_drive_says_so(rds: Any, vmem: Any, staging: torch.Tensor, drive: emulator.Drive) -> None:
+def test_a_failing_drive_says_so(
+    rds: Any, vmem: Any, staging: torch.Tensor, drive: emulator.Drive
+) -> None:
     chunk = rds.Chunk(size=1 << 20)
     drive.fail = "EIO"
     with pytest.raises(rds.RdsError, match="EIO"):

@@ -114,7 +114,9 @@ def test_the_host_cannot_read_device_memory() -> None:
         "import ctypes, torch; from tests.rbln import emulator; emulator.install(); "
         "t = torch.ones(4, device='rbln'); print(ctypes.c_float.from_address(t.data_ptr()).value)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False, timeout=120
+    )
     assert done.returncode == -11, done.stderr
     assert ctypes.sizeof(ctypes.c_float) == 4
 

@@ -56,35 +56,62 @@ def environment(launch: Launch, case: Case, folder: Path) -> dict[str, str]:
     else:
         variables["LMCACHE_EXTRA_CONFIG"] = variables["LMCACHE_EXTRA_CONFIG"].replace("2048", "64")
         variables["RBLN_EMULATED_DRIVE"] = str(folder / "drive")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTOW_", "LMCACHE_"))}
-    return kept | variables | {
-        "RBLN_EMULATE": "1", "PYTHONPATH": str(ROOT / "tests" / "rbln" / "boot"),
-        "RBLN_VISIBLE_DEVICES": ",".join(map(str, range(case.ranks))),
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forked ones would share a drive
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(folder),
-    }  # fmt: skip
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVSTOW_", "LMCACHE_"))
+    }
+    return (
+        kept
+        | variables
+        | {
+            "RBLN_EMULATE": "1",
+            "PYTHONPATH": str(ROOT / "tests" / "rbln" / "boot"),
+            "RBLN_VISIBLE_DEVICES": ",".join(map(str, range(case.ranks))),
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forked ones would share a drive
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "TMPDIR": str(folder),
+        }
+    )
 
 
-def described(launch: Launch, case: Case, prompts: list[list[int]], connector: dict[str, Any] | None) -> dict[str, Any]:
+def described(
+    launch: Launch, case: Case, prompts: list[list[int]], connector: dict[str, Any] | None
+) -> dict[str, Any]:
     """What ``tests.rbln.engine`` is to run."""
     assert launch.arguments["--model-impl"] == "vllm"
     return {
-        "model": str(tiny_llama()), "block_size": case.block, "eager": case.eager, "max_model_len": 2048,
-        "blocks": None if case.sized else 5120 // case.block, "memory": 0.55 if case.sized else 0.9,
-        "ranks": case.ranks, "prefix_caching": case.prefix_caching, "prompts": prompts, "kv_transfer_config": connector,
+        "model": str(tiny_llama()),
+        "block_size": case.block,
+        "eager": case.eager,
+        "max_model_len": 2048,
+        "blocks": None if case.sized else 5120 // case.block,
+        "memory": 0.55 if case.sized else 0.9,
+        "ranks": case.ranks,
+        "prefix_caching": case.prefix_caching,
+        "prompts": prompts,
+        "kv_transfer_config": connector,
         "drive_fails_from": 1 if case.drive_fails else None,
         "additional_config": {} if case.sized else {"use_dynamic_kv_cache": False},
-    }  # fmt: skip
+    }
 
 
 def start(case: dict[str, Any], environment: dict[str, str], folder: Path) -> Any:
     result = folder / "result.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.rbln.engine", json.dumps(case), str(result)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     if done.returncode:
-        pytest.fail(f"the engine ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}")
+        pytest.fail(
+            f"the engine ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}"
+        )
     return json.loads(result.read_text())
 
 
@@ -108,12 +135,16 @@ def run(case: Case, folder: Path) -> Any:
     launch = launches()[case.launch]
     words = prompt(case.block * 3 // 2, seed=1)
     return start(
-        described(launch, case, [words, words], launch.kv_transfer_config), environment(launch, case, folder), folder
+        described(launch, case, [words, words], launch.kv_transfer_config),
+        environment(launch, case, folder),
+        folder,
     )
 
 
 CASES = [
-    pytest.param(Case(block, eager, launch), id=f"{name}-{block}-{'eager' if eager else 'compiled'}")
+    pytest.param(
+        Case(block, eager, launch), id=f"{name}-{block}-{'eager' if eager else 'compiled'}"
+    )
     for launch, name in ((MEMORY, "memory"), (DIRECT, "RDSBackend"))
     for block in (1024, 128)
     for eager in (True, False)
@@ -121,7 +152,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_second_request_is_restored_to_the_same_text_by_plain_copies(case: Case, folder: Path) -> None:
+def test_second_request_is_restored_to_the_same_text_by_plain_copies(
+    case: Case, folder: Path
+) -> None:
     seen = run(case, folder)
     first, second = seen["answers"]
     assert (first["cached"], second["cached"]) == (0, case.block)
@@ -132,10 +165,14 @@ def test_second_request_is_restored_to_the_same_text_by_plain_copies(case: Case,
     counted = seen["transfers"]
     kinds = ("d2h", "h2d") if case.launch == MEMORY else ("d2d", "d2d")
     assert all(counted[f"{kind}.bytes"] > 0 and counted[f"{kind}.async"] > 0 for kind in kinds)
-    assert [name for name in counted if name.startswith("fallback.") or name.endswith(".strided")] == []
+    assert [
+        name for name in counted if name.startswith("fallback.") or name.endswith(".strided")
+    ] == []
     if case.launch == MEMORY:
         assert counted["d2h.bytes"] == counted["h2d.bytes"]
-        assert set(counted) == {f"{kind}.{what}" for kind in kinds for what in ("calls", "bytes", "async")}
+        assert set(counted) == {
+            f"{kind}.{what}" for kind in kinds for what in ("calls", "bytes", "async")
+        }
 
     log = "\n".join(seen["log"])
     assert f"Retrieved {case.block} out of {case.block} required tokens" in log
@@ -177,24 +214,38 @@ def test_a_failed_read_is_computed_again(folder: Path) -> None:
     assert (seen["pages"]["loaded"], seen["pages"]["wrong"]) == (0, [])
 
 
-def test_prefix_caching_by_sub_blocks_and_the_vendors_own_json(folder: Path, tmp_path: Path) -> None:
+def test_prefix_caching_by_sub_blocks_and_the_vendors_own_json(
+    folder: Path, tmp_path: Path
+) -> None:
     """With prefix caching on, a prompt that shares a block and a half: the same text as without a connector. The
     connector is found under the vendor's module, by the line of the page that puts it there."""
     case = Case(block=256, prefix_caching=True)
     launch = launches()[MEMORY]
     variables = environment(launch, case, folder)
     shared = prompt(400, seed=2)
-    prompts = [shared + prompt(200, seed=3), shared + prompt(200, seed=4), shared + prompt(200, seed=3)]
+    prompts = [
+        shared + prompt(200, seed=3),
+        shared + prompt(200, seed=4),
+        shared + prompt(200, seed=3),
+    ]
     bare = start(described(launch, case, prompts, None), variables, tmp_path)
 
-    line = alias_command().replace("sysconfig.get_path(\"purelib\")", f'"{tmp_path}"')
+    line = alias_command().replace('sysconfig.get_path("purelib")', f'"{tmp_path}"')
     subprocess.run(["bash", "-c", line], check=True)
     assert (tmp_path / "lmcache_rbln" / "integration" / "vllm" / "connector.py").exists()
     variables["PYTHONPATH"] += f":{tmp_path}"
-    connector = {name: value for name, value in launch.kv_transfer_config.items() if name != "kv_connector_module_path"}
+    connector = {
+        name: value
+        for name, value in launch.kv_transfer_config.items()
+        if name != "kv_connector_module_path"
+    }
     seen = start(described(launch, case, prompts, connector), variables, tmp_path)
-    assert [answer["tokens"] for answer in seen["answers"]] == [answer["tokens"] for answer in bare["answers"]]
-    assert [answer["cached"] for answer in seen["answers"]] == [answer["cached"] for answer in bare["answers"]]
+    assert [answer["tokens"] for answer in seen["answers"]] == [
+        answer["tokens"] for answer in bare["answers"]
+    ]
+    assert [answer["cached"] for answer in seen["answers"]] == [
+        answer["cached"] for answer in bare["answers"]
+    ]
     assert "kvstow is ready" in "\n".join(seen["log"])
 
 
@@ -204,7 +255,9 @@ def test_kv_that_is_sized_after_the_compile(folder: Path) -> None:
     first, second = seen["answers"]
     assert (first["cached"], second["cached"]) == (0, 1024)
     assert first["tokens"] == second["tokens"]
-    assert seen["hooks"]["register_kv_caches"] == seen["hooks"]["finalize_kv_cache_registration"] == 1
+    assert (
+        seen["hooks"]["register_kv_caches"] == seen["hooks"]["finalize_kv_cache_registration"] == 1
+    )
     assert seen["pages"] == {"stored": 1, "loaded": 1, "wrong": []}
 
 
@@ -213,19 +266,40 @@ def test_a_server_is_verified_by_one_command(folder: Path) -> None:
     case = Case(block=128)
     launch = launches()[MEMORY]
     arguments = [
-        *("--model-impl", launch.arguments["--model-impl"], "--dtype", "bfloat16", "--enforce-eager"),
+        *(
+            "--model-impl",
+            launch.arguments["--model-impl"],
+            "--dtype",
+            "bfloat16",
+            "--enforce-eager",
+        ),
         *("--block-size", "128", "--max-model-len", "2048", "--num-gpu-blocks-override", "40"),
         *("--max-num-seqs", launch.arguments["--max-num-seqs"]),
         *("--max-num-batched-tokens", launch.arguments["--max-num-batched-tokens"]),
-        *("--additional-config", json.dumps({"use_custom_sampler": False, "use_dynamic_kv_cache": False})),
+        *(
+            "--additional-config",
+            json.dumps({"use_custom_sampler": False, "use_dynamic_kv_cache": False}),
+        ),
     ]
     server = Server(
-        tiny_llama(), log=folder / "server.log", connector=launch.kv_transfer_config, arguments=arguments,
+        tiny_llama(),
+        log=folder / "server.log",
+        connector=launch.kv_transfer_config,
+        arguments=arguments,
         environment=environment(launch, case, folder),
-    )  # fmt: skip
-    command = [sys.executable, "-c", "from kvstow.cli import main; main()", "verify-offload", "--url", server.url]
+    )
+    command = [
+        sys.executable,
+        "-c",
+        "from kvstow.cli import main; main()",
+        "verify-offload",
+        "--url",
+        server.url,
+    ]
     with server:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     assert done.returncode == 0, done.stdout + done.stderr + server.log.read_text()[-3000:]
     assert "Retrieved" in server.log.read_text()
 

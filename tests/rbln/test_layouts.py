@@ -36,7 +36,9 @@ def built(make: Any, **changes: Any) -> tuple[torch.Tensor, KVSpec]:
         (layouts.scale, 0, 1, "rbln_scale.n"),
     ],
 )
-def test_known_layouts_have_a_name_of_their_own(make: Any, axis: BlockAxis, split: int, layout: str) -> None:
+def test_known_layouts_have_a_name_of_their_own(
+    make: Any, axis: BlockAxis, split: int, layout: str
+) -> None:
     cache, spec = built(make, kernel_blocks=split)
     pages = recognise(NAME, cache, spec, "rbln", axis)
     assert pages.layer.layout == layout
@@ -56,7 +58,10 @@ def test_two_blocks_are_read_as_the_configuration_says(axis: BlockAxis) -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_tensor_that_contradicts_the_configuration_is_refused(axis: BlockAxis) -> None:
     cache, spec = built(layouts.blocks_first if axis else layouts.kv_first)
-    with pytest.raises(UnsupportedError, match=rf"{NAME}.*use_custom_kernel={axis == 1}.*they are by axis {1 - axis}"):
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"{NAME}.*use_custom_kernel={axis == 1}.*they are by axis {1 - axis}",
+    ):
         recognise(NAME, cache, spec, "rbln", axis)
 
 

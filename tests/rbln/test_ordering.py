@@ -18,7 +18,9 @@ from kvstow.testing.kv_layouts import Built, Shape, fill
 from tests.rbln import emulator, layouts
 
 LATE_US = 30_000
-QUEUED = 4  # kernels before the one that counts, so that a copy which does not wait is well before it
+QUEUED = (
+    4  # kernels before the one that counts, so that a copy which does not wait is well before it
+)
 
 
 class Forgetful(TorchRbln):
@@ -172,7 +174,9 @@ def test_a_pool_on_the_device_keeps_every_byte_there(axis: int) -> None:
     make = layouts.kv_first if axis else layouts.blocks_first
     built = make(Shape(layers=3, blocks=6, tokens=64, device="rbln", dtype=torch.bfloat16))
     fill(built, seed=3)
-    before = {name: cache.cpu() for name, cache in built.caches.items() if isinstance(cache, torch.Tensor)}
+    before = {
+        name: cache.cpu() for name, cache in built.caches.items() if isinstance(cache, torch.Tensor)
+    }
     device = RblnDevice(ThreadExecutor("copy"), SystemClock(), block_axis=1 if axis else 0)
     [pages] = device.attach(built.caches, [built.specs])
     pool = torch.zeros(1 << 20, dtype=torch.uint8, device="rbln")

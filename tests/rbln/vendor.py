@@ -16,7 +16,9 @@ from typing import Any, Final
 
 VERSION: Final = "0.12.0"
 NPU_NAME: Final = "RBLN-CR03"  # vllm-rbln looks its memory up by the name
-DRIVE_VARIABLE: Final = "RBLN_EMULATED_DRIVE"  # a path, which processes end with their id: then there is rebel.rds
+DRIVE_VARIABLE: Final = (
+    "RBLN_EMULATED_DRIVE"  # a path, which processes end with their id: then there is rebel.rds
+)
 DRIVE_BYTES: Final = 256 << 20
 
 
@@ -59,7 +61,9 @@ class Compiler:
     def backend(self, graph: Any, inputs: object, **options: object) -> Callable[..., Any]:
         if self._capturing is not None:
             runtime = types.SimpleNamespace(reset_adaptive_buffers=lambda: None)
-            made = types.SimpleNamespace(name="emulated", device=None, runtime=runtime, input_specs=_inputs_of(graph))
+            made = types.SimpleNamespace(
+                name="emulated", device=None, runtime=runtime, input_specs=_inputs_of(graph)
+            )
             self._capturing.append(made)
         forward: Callable[..., Any] = graph.forward
         return forward
@@ -79,12 +83,18 @@ def _inputs_of(graph: Any) -> list[types.SimpleNamespace]:
         value = node.meta.get("example_value") if node.op == "placeholder" else None
         if not hasattr(value, "shape") or all(isinstance(size, int) for size in value.shape):
             continue
-        shape = tuple(size if isinstance(size, int) else ("symbol", str(size)) for size in value.shape)
+        shape = tuple(
+            size if isinstance(size, int) else ("symbol", str(size)) for size in value.shape
+        )
         shard = types.SimpleNamespace(node_id=0, chiplet_id=0, slice_shape=shape)
         dtype = str(value.dtype).removeprefix("torch.")
         placement = types.SimpleNamespace(shape=shape, dtype=dtype, shards=[shard])
-        traced = tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
-        specs.append(types.SimpleNamespace(name=node.name, shape=traced, physical_placement=placement))
+        traced = tuple(
+            size if isinstance(size, int) else int(size.node.hint) for size in value.shape
+        )
+        specs.append(
+            types.SimpleNamespace(name=node.name, shape=traced, physical_placement=placement)
+        )
     return specs
 
 
@@ -106,7 +116,9 @@ KNOWN: Final[dict[str, dict[str, Any]]] = {
 class RebelFinder(MetaPathFinder, Loader):
     """Finds ``rebel`` and everything below it."""
 
-    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: object, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name == "rebel" or name.startswith("rebel."):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
@@ -124,7 +136,9 @@ class AfterTorch(MetaPathFinder):
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
 
-    def find_spec(self, name: str, path: Any, target: object = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
         spec = importlib.machinery.PathFinder.find_spec("torch", path)
@@ -160,6 +174,8 @@ def boot() -> None:
         operators.install()
         collectives.install()
         if drive := os.environ.get(DRIVE_VARIABLE):
-            emulator.install_rds(Path(f"{drive}-{os.getpid()}"), DRIVE_BYTES)  # each process has an NPU of its own
+            emulator.install_rds(
+                Path(f"{drive}-{os.getpid()}"), DRIVE_BYTES
+            )  # each process has an NPU of its own
 
     sys.meta_path[:0] = [RebelFinder(), AfterTorch(then)]

@@ -24,10 +24,14 @@ MIB = 1 << 20
 CHUNK = 64 * KIB
 
 
-def disk(*paths: Path, size_bytes: int = 64 * MIB, clock: Clock | None = None, **options: Any) -> DiskStore:
+def disk(
+    *paths: Path, size_bytes: int = 64 * MIB, clock: Clock | None = None, **options: Any
+) -> DiskStore:
     extra = {name: options.pop(name) for name in ("check", "describe") if name in options}
     settings = DiskOptions(size_bytes, **options)
-    return DiskStore([str(p) for p in paths], settings, order=LRU, clock=clock or SystemClock(), **extra)
+    return DiskStore(
+        [str(p) for p in paths], settings, order=LRU, clock=clock or SystemClock(), **extra
+    )
 
 
 def file_of(path: Path, key: ChunkKey) -> Path:
@@ -69,7 +73,9 @@ def temporaries(path: Path) -> list[str]:
 def mounted(path: Path, *arguments: str) -> Iterator[Path]:
     """``mount ARGUMENTS PATH``, undone at the end; skips the test where it may not mount."""
     path.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", *arguments, str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", *arguments, str(path)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"may not mount here: {done.stderr.strip()}")
     try:

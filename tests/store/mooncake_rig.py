@@ -26,4 +26,6 @@ def open_store(master: str, *, clock: Any = None, **options: Any) -> Any:
 
     options = {"prefix": f"t{os.urandom(6).hex()}/", "buffer_bytes": 32 << 20, **options}
     own = MooncakeOptions(master, **options)
-    return MooncakeStore(own, clock or SystemClock(), lambda: (connect(own), replicas(own.replicas)))
+    return MooncakeStore(
+        own, clock or SystemClock(), lambda: (connect(own), replicas(own.replicas))
+    )

@@ -21,15 +21,29 @@ from kvstow.testing.redis_server import free_port, until
 HOST = "127.0.0.1"
 BUCKET = "kvstow-test"
 PART_BYTES = 1 << 20
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": "very-secret", "AWS_REGION": "us-east-1"}
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
+    "AWS_SECRET_ACCESS_KEY": "very-secret",
+    "AWS_REGION": "us-east-1",
+}
 
 
 def open_store(url: str, *, clock: Any = None, say: Any = None, **options: Any) -> Any:
     """Small parts and short limits, unless told otherwise."""
     from kvstow.store.objects.store import ObjectsStore
 
-    options = {"part_bytes": PART_BYTES, "timeout_s": 0.5, "connect_timeout_s": 0.3, "retries": 1, **options}
-    return ObjectsStore(ObjectsOptions(parse_url(url), **options), clock or SystemClock(), say=say or (lambda _: None))
+    options = {
+        "part_bytes": PART_BYTES,
+        "timeout_s": 0.5,
+        "connect_timeout_s": 0.3,
+        "retries": 1,
+        **options,
+    }
+    return ObjectsStore(
+        ObjectsOptions(parse_url(url), **options),
+        clock or SystemClock(),
+        say=say or (lambda _: None),
+    )
 
 
 def need_obstore() -> None:
@@ -55,7 +69,9 @@ class Moto:
     def start(self) -> None:
         command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(self.port)]
         with (self._folder / "moto.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
         until(self._up, f"moto, log in {self._folder}")
         self.ask("PUT", f"/{BUCKET}")
 
@@ -77,7 +93,9 @@ class Moto:
     def names(self) -> list[str]:
         import re
 
-        return re.findall(r"<Key>([^<]*)</Key>", self.ask("GET", f"/{BUCKET}?list-type=2")[1].decode())
+        return re.findall(
+            r"<Key>([^<]*)</Key>", self.ask("GET", f"/{BUCKET}?list-type=2")[1].decode()
+        )
 
     def kill(self) -> None:
         process, self._process = self._process, None
@@ -120,7 +138,11 @@ class Wire:
                     threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError), client, socket.create_connection((HOST, self._to)) as server:
+        with (
+            contextlib.suppress(OSError),
+            client,
+            socket.create_connection((HOST, self._to)) as server,
+        ):
             threading.Thread(target=_pump, args=(client, server), daemon=True).start()
             left = self.cut_at
             while data := server.recv(65536 if left is None else max(1, min(65536, left))):
@@ -128,7 +150,9 @@ class Wire:
                 left = None if left is None else left - len(data)
                 if left is not None and left <= 0:
                     if not self.politely:
-                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+                        client.setsockopt(
+                            socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0"
+                        )
                     return
 
     def close(self) -> None:

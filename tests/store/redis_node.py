@@ -22,12 +22,22 @@ class Node:
         self.sealer, executor = ThreadExecutor("sealer"), ThreadExecutor("redis", threads=2)
         self.tier = Tier(
             *("redis", store, executor),
-            layout=LAYOUT, clock=clock, metrics=self.metrics, limits=TierLimits(breaker_open_s=0.2, **limits),
+            layout=LAYOUT,
+            clock=clock,
+            metrics=self.metrics,
+            limits=TierLimits(breaker_open_s=0.2, **limits),
         )
         self.pool = HostPool.create(LAYOUT, 16 * FRAME_BYTES, name="node")
         self.engine = Engine(
-            pool=self.pool, policy=LRU(), tiers=[self.tier], layout=LAYOUT, clock=clock, metrics=self.metrics,
-            sealer=self.sealer, fetch_deadline_s=5.0, fetch_min_tokens=0,
+            pool=self.pool,
+            policy=LRU(),
+            tiers=[self.tier],
+            layout=LAYOUT,
+            clock=clock,
+            metrics=self.metrics,
+            sealer=self.sealer,
+            fetch_deadline_s=5.0,
+            fetch_min_tokens=0,
         )
         self._taken: dict[str, Any] = {}
 
@@ -63,7 +73,11 @@ class Node:
         if snapshot := self.metrics.take():
             self._taken = merge(self._taken, snapshot)
         series = self._taken.get("counters", {})
-        return sum(v for s, v in series.items() if s.split("|")[0] == name and set(labels) <= set(s.split("|")[1:]))
+        return sum(
+            v
+            for s, v in series.items()
+            if s.split("|")[0] == name and set(labels) <= set(s.split("|")[1:])
+        )
 
     def close(self) -> None:
         self.engine.close(5.0)

@@ -22,25 +22,51 @@ PART_BYTES = 1 << 20
 TLS_HANDSHAKE = b"\x16"
 
 
-def open_store(url: str, *, clock: Any = None, topology: Any = "single", **options: Any) -> RedisStore:
+def open_store(
+    url: str, *, clock: Any = None, topology: Any = "single", **options: Any
+) -> RedisStore:
     """A prefix of its own, so that stores on one server are apart, unless one is given; small parts."""
     options = {"prefix": f"t{os.urandom(6).hex()}:", "part_bytes": PART_BYTES, **options}
-    return RedisStore(RedisOptions(parse_address(url, topology), topology, **options), clock or SystemClock())
+    return RedisStore(
+        RedisOptions(parse_address(url, topology), topology, **options), clock or SystemClock()
+    )
 
 
 def make_certificates(folder: Path, name: str = "own", days: int = 2) -> Tls:
     """An authority, unless it is there, and a certificate of 127.0.0.1 that serves as the server's and as the
     client's."""
+
     def run(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     if not (folder / "ca.pem").exists():
-        run(*new, "-x509", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
+        run(
+            *new,
+            "-x509",
+            "-subj",
+            "/CN=authority",
+            "-keyout",
+            "ca.key",
+            "-out",
+            "ca.pem",
+            "-days",
+            "2",
+        )
     run(*new, "-subj", "/CN=127.0.0.1", "-keyout", f"{name}.key", "-out", f"{name}.csr")
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
     run(
-        *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+        *(
+            "x509",
+            "-req",
+            "-in",
+            f"{name}.csr",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+        ),
         *("-out", f"{name}.pem", "-days", str(days), "-extfile", "names"),
     )
     return Tls(str(folder / "ca.pem"), str(folder / f"{name}.pem"), str(folder / f"{name}.key"))
@@ -141,7 +167,9 @@ class FaultProxy:
                 self._open += [client, server]
                 answered = [True]
                 for work in (self._ask, self._answer):
-                    threading.Thread(target=work, args=(client, server, answered), daemon=True).start()
+                    threading.Thread(
+                        target=work, args=(client, server, answered), daemon=True
+                    ).start()
 
     def _ask(self, client: socket.socket, server: socket.socket, answered: list[bool]) -> None:
         with contextlib.suppress(OSError):

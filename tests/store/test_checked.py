@@ -169,7 +169,9 @@ def test_a_kept_buffer_cannot_be_used() -> None:
 
 
 @pytest.mark.parametrize("error", [None, StoreUnavailable("gone"), ZeroDivisionError()])
-def test_an_array_over_a_buffer_that_lives_on_hides_neither_answer_nor_error(error: Exception | None) -> None:
+def test_an_array_over_a_buffer_that_lives_on_hides_neither_answer_nor_error(
+    error: Exception | None,
+) -> None:
     kept: list[Any] = []
 
     class Arrays(MemoryStore):

@@ -13,7 +13,9 @@ from kvstow.testing.store_suite import StoreSuite
 
 
 def disk(*paths: Path, size_bytes: int = 256 << 20, **options: Any) -> DiskStore:
-    return DiskStore([str(p) for p in paths], DiskOptions(size_bytes, **options), order=LRU, clock=SystemClock())
+    return DiskStore(
+        [str(p) for p in paths], DiskOptions(size_bytes, **options), order=LRU, clock=SystemClock()
+    )
 
 
 class TestDirect(StoreSuite):

@@ -104,7 +104,9 @@ def test_a_clock_set_back_by_a_day_costs_a_restart_s_recency_at_most(tmp_path: P
     assert 1 not in kept
     for _ in range(2):
         assert on_disk(tmp_path) <= (store.used_bytes or 0) <= size
-        assert all(holds(store, make_key(i), i) for i in keys_held(store, [make_key(i) for i in range(12)]))
+        assert all(
+            holds(store, make_key(i), i) for i in keys_held(store, [make_key(i) for i in range(12)])
+        )
         store.close()
         store = disk(tmp_path, size_bytes=size, clock=clock)
         store.scan()
@@ -351,7 +353,10 @@ def fill(path: Path) -> None:
 def test_i1_what_is_removed_is_said_within_bounds_and_by_the_next_round(tmp_path: Path) -> None:
     """The page hears of removals together: to others there is less room than there is, never more."""
     clock = ManualClock()
-    one, other = disk(tmp_path, size_bytes=1024 * MIB, clock=clock), disk(tmp_path, size_bytes=1024 * MIB, clock=clock)
+    one, other = (
+        disk(tmp_path, size_bytes=1024 * MIB, clock=clock),
+        disk(tmp_path, size_bytes=1024 * MIB, clock=clock),
+    )
     one.tend()  # the first scan is done, and the next round due in 10 s
     assert all(put(one, make_key(i), i) for i in range(100))
     held = other.used_bytes or 0

@@ -28,7 +28,10 @@ from kvstow.testing.store_suite import make_key, write_one
 from tests.store.disks import disk, file_of, keys_held
 from tests.store.test_disk_scrub import GROUP, flip, sealed
 
-MODELS = {Namespace.from_fields({"model": name}): {"model": name, "chunk tokens": "32"} for name in ("big", "small")}
+MODELS = {
+    Namespace.from_fields({"model": name}): {"model": name, "chunk tokens": "32"}
+    for name in ("big", "small")
+}
 BIG, SMALL = MODELS
 KEYS = [make_key(i, namespace=(BIG, SMALL)[i % 2]) for i in range(10)]
 
@@ -83,7 +86,9 @@ def test_ls_shows_the_namespaces(store: DiskStore, tmp_path: Path) -> None:
     }
     assert all(row["bytes"] >= 5 * GROUP.frame_bytes and row["newest_age_s"] >= 0 for row in rows)
     assert BIG.hex()[:16] in kvstow("disk", "ls", "--path", str(tmp_path))
-    assert os.listdir(tmp_path / "run") == [f"{store._volumes[0].attach().token}.lock"], "the command left no lock"
+    assert os.listdir(tmp_path / "run") == [f"{store._volumes[0].attach().token}.lock"], (
+        "the command left no lock"
+    )
 
 
 def test_du_says_what_the_store_thinks(store: DiskStore, tmp_path: Path) -> None:
@@ -95,14 +100,18 @@ def test_du_says_what_the_store_thinks(store: DiskStore, tmp_path: Path) -> None
     kvstow("disk", "du", "--path", str(tmp_path))
 
 
-def test_verify_finds_what_is_bad_and_says_so_by_its_exit_code(store: DiskStore, tmp_path: Path) -> None:
+def test_verify_finds_what_is_bad_and_says_so_by_its_exit_code(
+    store: DiskStore, tmp_path: Path
+) -> None:
     assert listed("disk", "verify", "--path", str(tmp_path)) == {"good": 10, "bad": []}
     flip(file_of(tmp_path, KEYS[3]), 5000)
     result = listed("disk", "verify", "--path", str(tmp_path), code=1)
     assert [row["chunk"] for row in result["bad"]] == [KEYS[3].digest().hex()]
     assert keys_held(store, KEYS) == list(range(10)), "only looked at"
     assert "set aside" in kvstow("disk", "verify", "--set-aside", "--path", str(tmp_path), code=1)
-    assert kvstow("disk", "verify", "--path", str(tmp_path)).startswith("9 chunks are whole, 0 are bad")
+    assert kvstow("disk", "verify", "--path", str(tmp_path)).startswith(
+        "9 chunks are whole, 0 are bad"
+    )
 
 
 def test_clear_removes_one_namespace_or_all(store: DiskStore, tmp_path: Path) -> None:
@@ -129,7 +138,9 @@ def test_gc_removes_what_is_old_only_if_asked(store: DiskStore, tmp_path: Path) 
         patch.setattr(sys, "stdin", None)
         kvstow("disk", "gc", "--path", str(tmp_path))
     assert len(os.listdir(tmp_path / "quarantine")) == 1, "nobody can be asked"
-    assert "0 chunks removed, 1 quarantined files removed, " in kvstow("disk", "gc", "--yes", "--path", str(tmp_path))
+    assert "0 chunks removed, 1 quarantined files removed, " in kvstow(
+        "disk", "gc", "--yes", "--path", str(tmp_path)
+    )
     assert os.listdir(tmp_path / "quarantine") == []
     [row] = listed("disk", "gc", "--path", str(tmp_path))  # nothing that it would have to ask for
     assert (row["chunks"], row["quarantined"], row["bytes"]) == (0, 0, 0)
@@ -164,7 +175,9 @@ def test_a_prefix_of_several_namespaces_is_refused_with_their_names(tmp_path: Pa
     spaces = [Namespace(bytes([0xAB, i]) + bytes(30)) for i in range(2)]
     for i, space in enumerate(spaces):
         assert write_one(store, make_key(i, namespace=space), b"x" * 4096) == Done(4096)
-    with pytest.raises(SettingsError, match=r"2 namespaces start with 'ab': ab0{14}, ab010{12}\. Give more digits"):
+    with pytest.raises(
+        SettingsError, match=r"2 namespaces start with 'ab': ab0{14}, ab010{12}\. Give more digits"
+    ):
         kvstow("disk", "clear", "--yes", "--namespace", "ab", "--path", str(tmp_path))
     assert len(list(tmp_path.rglob("*.kv"))) == 2
 
@@ -192,14 +205,18 @@ def test_who_may_not_look_or_change_is_told_so_and_as_whom_to_run() -> None:
                 out, said = both(*command, "--path", str(path), code=1)
                 assert out == ""
                 assert re.search(f"kvstow: {path} can't be read: Permission denied: {owner}", said)
-            with pytest.raises(StoreUnavailable, match=f"{path} can't be read: Permission denied: {owner}"):
+            with pytest.raises(
+                StoreUnavailable, match=f"{path} can't be read: Permission denied: {owner}"
+            ):
                 kvstow("disk", "clear", "--yes", "--path", str(path))
         os.chmod(path, 0o700)
         below = [path, *path.rglob("*")]
         for one in below:
             os.chmod(one, 0o555)
         with unprivileged():
-            with pytest.raises(StoreUnavailable, match=f"{path} can't be written: Permission denied: {owner}"):
+            with pytest.raises(
+                StoreUnavailable, match=f"{path} can't be written: Permission denied: {owner}"
+            ):
                 kvstow("disk", "gc", "--path", str(path))
             [row] = listed("disk", "du", "--path", str(path))
         assert (row["chunks"], row["processes"]) == (1, 1)
@@ -208,11 +225,24 @@ def test_who_may_not_look_or_change_is_told_so_and_as_whom_to_run() -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "du"])
-def test_what_is_missing_hides_nothing_of_the_others(store: DiskStore, tmp_path: Path, command: str) -> None:
+def test_what_is_missing_hides_nothing_of_the_others(
+    store: DiskStore, tmp_path: Path, command: str
+) -> None:
     file, missing = tmp_path / "ledger", tmp_path / "none"
-    paths = ("--path", str(missing), "--path", str(tmp_path), "--path", str(file), "--path", f"{tmp_path}/")
+    paths = (
+        "--path",
+        str(missing),
+        "--path",
+        str(tmp_path),
+        "--path",
+        str(file),
+        "--path",
+        f"{tmp_path}/",
+    )
     out, said = both("disk", command, "--json", *paths, code=1)
-    assert sum(row["chunks"] for row in json.loads(out)) == 10, "the same directory twice counts once"
+    assert sum(row["chunks"] for row in json.loads(out)) == 10, (
+        "the same directory twice counts once"
+    )
     assert f"kvstow: {missing} holds no kvstow chunks: there is no such directory" in said
     assert f"kvstow: {file} holds no kvstow chunks: it is not a directory" in said
     assert both("disk", command, "--path", str(missing), code=1)[0] == ""
@@ -221,7 +251,9 @@ def test_what_is_missing_hides_nothing_of_the_others(store: DiskStore, tmp_path:
 def test_measured_bytes_are_decimal_everywhere(tmp_path: Path) -> None:
     store = disk(tmp_path)
     assert write_one(store, make_key(1), bytes(2 << 20)) == Done(2 << 20)
-    shown = kvstow("disk", "ls", "--path", str(tmp_path)) + kvstow("disk", "du", "--path", str(tmp_path))
+    shown = kvstow("disk", "ls", "--path", str(tmp_path)) + kvstow(
+        "disk", "du", "--path", str(tmp_path)
+    )
     assert "iB" not in shown
     assert measured(127 << 20) == "133.2MB"
 

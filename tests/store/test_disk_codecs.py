@@ -44,7 +44,12 @@ CHUNKS = range(8)
 
 
 def settings(path: Path, codec: str, **more: Any) -> Settings:
-    extra = {"disk.paths": str(path / "kv"), "disk.size": "10MB", "disk.min_free": "0", "disk.scrub_rate": "0"}
+    extra = {
+        "disk.paths": str(path / "kv"),
+        "disk.size": "10MB",
+        "disk.min_free": "0",
+        "disk.scrub_rate": "0",
+    }
     return parse(None, {}, {**extra, "disk.codec": codec, **more}).settings
 
 
@@ -55,16 +60,29 @@ class Served:
         clock, self.metrics, self.sealer = SystemClock(), Metrics(), ThreadExecutor("seal")
         secret = build.integrity_key(given)
         tiers = build.lower_tiers(
-            given, LAYOUT, SHAPES, clock=clock, metrics=self.metrics, describe=lambda _: {}, device=0,
-            not_persistent=None, key=secret,
-        )  # fmt: skip
+            given,
+            LAYOUT,
+            SHAPES,
+            clock=clock,
+            metrics=self.metrics,
+            describe=lambda _: {},
+            device=0,
+            not_persistent=None,
+            key=secret,
+        )
         [self.tier] = tiers
         assert isinstance(self.tier, Tier)
         self.engine = Engine(
-            pool=HostPool.create(LAYOUT, 16 * FRAME_BYTES, name="served"), policy=LRU(), tiers=tiers, layout=LAYOUT,
-            clock=clock, metrics=self.metrics, sealer=self.sealer, fetch_deadline_s=30.0,
+            pool=HostPool.create(LAYOUT, 16 * FRAME_BYTES, name="served"),
+            policy=LRU(),
+            tiers=tiers,
+            layout=LAYOUT,
+            clock=clock,
+            metrics=self.metrics,
+            sealer=self.sealer,
+            fetch_deadline_s=30.0,
             integrity_key=secret,
-        )  # fmt: skip
+        )
 
     def store(self) -> None:
         for i in CHUNKS:
@@ -96,7 +114,9 @@ class Served:
         return counted
 
 
-def live(given: Settings, *, store: bool = False) -> tuple[list[tuple[bytes, ...]], dict[str, float]]:
+def live(
+    given: Settings, *, store: bool = False
+) -> tuple[list[tuple[bytes, ...]], dict[str, float]]:
     served = Served(given)
     if store:
         served.store()
@@ -107,7 +127,9 @@ def live(given: Settings, *, store: bool = False) -> tuple[list[tuple[bytes, ...
 
 @pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("codec", ["raw", *CODED])
-def test_a15_a_restarted_engine_restores_what_was_stored(tmp_path: Path, codec: str, keyed: bool) -> None:
+def test_a15_a_restarted_engine_restores_what_was_stored(
+    tmp_path: Path, codec: str, keyed: bool
+) -> None:
     more = {"integrity_key_file": str(key_file(tmp_path, b"k" * 32))} if keyed else {}
     given = settings(tmp_path, codec, **more)
     _, counters = live(given, store=True)
@@ -124,13 +146,21 @@ def test_a15_a_restarted_engine_restores_what_was_stored(tmp_path: Path, codec: 
 
 
 def test_without_the_key_and_with_another_nothing_is_restored(tmp_path: Path) -> None:
-    live(settings(tmp_path, "lossless", integrity_key_file=str(key_file(tmp_path, b"k" * 32))), store=True)
+    live(
+        settings(tmp_path, "lossless", integrity_key_file=str(key_file(tmp_path, b"k" * 32))),
+        store=True,
+    )
     for more in ({}, {"integrity_key_file": str(key_file(tmp_path, b"x" * 32))}):
         loaded, counters = live(settings(tmp_path, "lossless", **more))
         assert not loaded
         if not more:
             assert counters["corrupt_chunks|disk"] >= 1
-            live(settings(tmp_path, "lossless", integrity_key_file=str(key_file(tmp_path, b"k" * 32))), store=True)
+            live(
+                settings(
+                    tmp_path, "lossless", integrity_key_file=str(key_file(tmp_path, b"k" * 32))
+                ),
+                store=True,
+            )
 
 
 @pytest.mark.parametrize("codec", CODED)
@@ -168,7 +198,9 @@ def run(command: str, root: Path, exit_code: int = 0, **env: str) -> Any:
 def test_verify_uses_the_key_that_is_set(tmp_path: Path) -> None:
     path = key_file(tmp_path, b"k" * 32)
     live(settings(tmp_path, "lossless", integrity_key_file=str(path)), store=True)
-    assert run("verify", tmp_path / "kv", KVSTOW_INTEGRITY_KEY_FILE=str(path))["good"] == len(CHUNKS)
+    assert run("verify", tmp_path / "kv", KVSTOW_INTEGRITY_KEY_FILE=str(path))["good"] == len(
+        CHUNKS
+    )
     assert len(run("verify", tmp_path / "kv", exit_code=1)["bad"]) == len(CHUNKS)
 
 
@@ -202,7 +234,9 @@ def test_an_integrity_key_is_32_bytes_or_64_digits(tmp_path: Path) -> None:
         (b"k" * 9000, 0o600, "holds no key"),
     ],
 )
-def test_other_key_files_are_refused_and_never_shown(tmp_path: Path, data: bytes, mode: int, why: str) -> None:
+def test_other_key_files_are_refused_and_never_shown(
+    tmp_path: Path, data: bytes, mode: int, why: str
+) -> None:
     given = settings(tmp_path, "raw", integrity_key_file=str(key_file(tmp_path, data, mode)))
     with pytest.raises(SettingsError, match=f"integrity_key_file.*{why}") as refused:
         build.integrity_key(given)
@@ -211,7 +245,11 @@ def test_other_key_files_are_refused_and_never_shown(tmp_path: Path, data: bytes
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo", 0o600)
-    for name, why in (("nowhere", "can't be read"), ("fifo", "holds no key"), (".", "can't be read")):
+    for name, why in (
+        ("nowhere", "can't be read"),
+        ("fifo", "holds no key"),
+        (".", "can't be read"),
+    ):
         with pytest.raises(SettingsError, match=f"integrity_key_file.*{why}"):
             build.integrity_key(settings(tmp_path, "raw", integrity_key_file=str(tmp_path / name)))
 
@@ -223,9 +261,16 @@ def test_a_codec_that_does_not_suit_the_kv_is_refused_by_its_setting(tmp_path: P
     given = settings(tmp_path, "cachegen")
     with pytest.raises(UnsupportedError, match=r"disk\.codec cachegen: .*lossless"):
         build.lower_tiers(
-            given, LAYOUT, one_byte, clock=SystemClock(), metrics=Metrics(), describe=lambda _: {}, device=0,
-            not_persistent=None, key=None,
-        )  # fmt: skip
+            given,
+            LAYOUT,
+            one_byte,
+            clock=SystemClock(),
+            metrics=Metrics(),
+            describe=lambda _: {},
+            device=0,
+            not_persistent=None,
+            key=None,
+        )
     assert not (tmp_path / "kv").exists(), "refused before anything is opened"
     assert isinstance(one_byte[0][0], KVShape)
 

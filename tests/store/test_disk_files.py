@@ -24,8 +24,16 @@ from tests.store.disks import CHUNK, disk, file_of, holds, put, temporaries
 
 def test_i6_l4_names_are_digests_whatever_the_key_says(tmp_path: Path) -> None:
     hostile = ["../../x", "..", "/etc/passwd", "m" * 200, "s" * 128, "a\0b", "a\nb", "тест", ""]
-    spaces = [Namespace.from_fields({"model": model, "salt": salt}) for model in hostile for salt in hostile]
-    keys = [ChunkKey.build(namespace, 0, prefix) for namespace in spaces for prefix in (b"../x", b"/" * 64)]
+    spaces = [
+        Namespace.from_fields({"model": model, "salt": salt})
+        for model in hostile
+        for salt in hostile
+    ]
+    keys = [
+        ChunkKey.build(namespace, 0, prefix)
+        for namespace in spaces
+        for prefix in (b"../x", b"/" * 64)
+    ]
     root = tmp_path / "d"
     store = disk(root)
     for i, key in enumerate(keys):
@@ -42,7 +50,9 @@ def test_i6_l4_names_are_digests_whatever_the_key_says(tmp_path: Path) -> None:
 
 
 def test_a_namespace_says_what_it_is(tmp_path: Path) -> None:
-    store = disk(tmp_path, describe=lambda namespace: {"model": "tiny", "parent": namespace[:2].hex()})
+    store = disk(
+        tmp_path, describe=lambda namespace: {"model": "tiny", "parent": namespace[:2].hex()}
+    )
     put(store, make_key(0), 0)
     put(store, make_key(1), 1)
     about = json.loads((tmp_path / NAMESPACE.hex() / "namespace.json").read_text())
@@ -61,7 +71,9 @@ def _empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "length"), [(_cut, CHUNK // 2), (_empty, 0)])
-def test_a_truncated_file_says_how_short_it_is(tmp_path: Path, damage: Callable[[Path], None], length: int) -> None:
+def test_a_truncated_file_says_how_short_it_is(
+    tmp_path: Path, damage: Callable[[Path], None], length: int
+) -> None:
     store = disk(tmp_path)
     put(store, make_key(0), 0)
     damage(file_of(tmp_path, make_key(0)))
@@ -258,7 +270,9 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"b": "b", "c": "a"}
 
 
-def test_i7_partly_moved_calls_are_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_i7_partly_moved_calls_are_continued(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     real = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: real[0](fd, [parts[0][:1000]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, parts, at: real[1](fd, [parts[0][:777]], at))
@@ -330,7 +344,14 @@ def test_a_rejected_write_leaves_nothing(tmp_path: Path) -> None:
 def test_names_are_recognised_only_if_they_are_ours() -> None:
     digest = "0f" * 32
     assert names.digest_of(f"{digest}.kv") == bytes.fromhex(digest)
-    for foreign in (f"{digest}.kv2", f"{digest.upper()}.kv", "x.kv", f"x{digest}.kv", f"{digest}.kv\n", digest):
+    for foreign in (
+        f"{digest}.kv2",
+        f"{digest.upper()}.kv",
+        "x.kv",
+        f"x{digest}.kv",
+        f"{digest}.kv\n",
+        digest,
+    ):
         assert names.digest_of(foreign) is None
     assert names.owner_of_temporary(f"{'ab' * 16}-12") == "ab" * 16
     assert names.owner_of_temporary("mine-12") is None

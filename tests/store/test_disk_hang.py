@@ -94,7 +94,9 @@ class Calls:
             except StoreUnavailable as error:
                 self.results[number] = error
 
-        self._threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in numbers]
+        self._threads = [
+            threading.Thread(target=run, args=(number,), daemon=True) for number in numbers
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -127,7 +129,9 @@ def test_h6b_a_hung_directory_keeps_half_of_the_threads_and_its_own_chunks(
     with caplog.at_level(logging.WARNING, "kvstow"):
         assert (store.paths_down(), store.stuck()) == (1, MOST)
     path = disks.paths[1]
-    assert said(caplog) == [f"Disk path {path} is out of use, its chunks are misses: a call in it does not return"]
+    assert said(caplog) == [
+        f"Disk path {path} is out of use, its chunks are misses: a call in it does not return"
+    ]
     assert all(holds(store, make_key(i), i) for i in kept)
     assert not any(holds(store, make_key(i), i) for i in lost)
     assert store.contains([make_key(i) for i in lost]) == [False] * len(lost)
@@ -137,7 +141,9 @@ def test_h6b_a_hung_directory_keeps_half_of_the_threads_and_its_own_chunks(
     assert not gate.entered.acquire(blocking=False), "nobody else went in"
     with caplog.at_level(logging.WARNING, "kvstow"):
         gate.opened.set()
-        assert sorted(map(str, calls.ended())) == sorted([str(Done(CHUNK))] * MOST + ["MISSING"] * (THREADS - MOST))
+        assert sorted(map(str, calls.ended())) == sorted(
+            [str(Done(CHUNK))] * MOST + ["MISSING"] * (THREADS - MOST)
+        )
     assert (store.paths_down(), store.stuck()) == (0, 0)
     assert said(caplog)[1:] == [f"Disk path {path} is in use again"]
     assert all(holds(store, make_key(i), i) for i in MANY)
@@ -147,7 +153,11 @@ def test_h6b_the_next_call_notices_a_hang_too(tmp_path: Path, gate: Gate) -> Non
     disks = Disks(tmp_path)
     lost = disks.of(1)
     gate.shut = [disks.paths[1]]
-    new = next(i for i in range(1000, 2000) if make_key(i).digest()[-4] % 2 == make_key(lost[0]).digest()[-4] % 2)
+    new = next(
+        i
+        for i in range(1000, 2000)
+        if make_key(i).digest()[-4] % 2 == make_key(lost[0]).digest()[-4] % 2
+    )
     calls = Calls(lambda i: write_one(disks.store, make_key(i), value_of(i, CHUNK)), [new])
     gate.wait_for(1)
     disks.clock.advance(HUNG_S)
@@ -172,13 +182,17 @@ def test_h6b_one_that_returns_is_not_in_use_while_another_call_hangs(tmp_path: P
     assert inside.look() == ([], 0)
 
 
-def test_when_all_hang_the_store_fails_at_once_and_owns_up_to_it(tmp_path: Path, gate: Gate) -> None:
+def test_when_all_hang_the_store_fails_at_once_and_owns_up_to_it(
+    tmp_path: Path, gate: Gate
+) -> None:
     disks = Disks(tmp_path)
     gate.shut = disks.paths
     calls = Calls(reader(disks.store), [disks.of(0)[0], disks.of(1)[0]])
     gate.wait_for(2)
     disks.clock.advance(HUNG_S)
-    assert (disks.store.paths_down(), disks.store.stuck()) == (2, 0), "no thread is the tier's to forgive"
+    assert (disks.store.paths_down(), disks.store.stuck()) == (2, 0), (
+        "no thread is the tier's to forgive"
+    )
     with pytest.raises(StoreUnavailable, match="has not returned"):
         reader(disks.store)(disks.of(0)[1])
     gate.opened.set()
@@ -245,9 +259,14 @@ class Over:
         self.executor = ThreadExecutor("hang", threads=THREADS)
         store = disks.store
         self.tier = Tier(
-            *("disk", store, self.executor), layout=LAYOUT, clock=disks.clock, metrics=self.metrics,
-            set_aside=lambda _: None, paths_down=store.paths_down, stuck=store.stuck,
-        )  # fmt: skip
+            *("disk", store, self.executor),
+            layout=LAYOUT,
+            clock=disks.clock,
+            metrics=self.metrics,
+            set_aside=lambda _: None,
+            paths_down=store.paths_down,
+            stuck=store.stuck,
+        )
         self.results: list[list[bool]] = []
 
     def read(self, key: ChunkKey) -> None:

@@ -91,7 +91,11 @@ def _from_quarantine(store: DiskStore) -> None:
     ],
 )
 def test_i1_a_count_between_a_removal_and_its_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remove: Callable[[DiskStore], None], module: Any, name: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    remove: Callable[[DiskStore], None],
+    module: Any,
+    name: str,
 ) -> None:
     """Another thread of the same process reads the page meanwhile."""
     one, other = pair(tmp_path)
@@ -111,7 +115,9 @@ def test_i1_a_count_between_a_removal_and_its_entry(
     assert used(one) == there
 
 
-def test_clearing_up_that_fails_forgets_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clearing_up_that_fails_forgets_no_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> list[str]:
         raise OSError(errno.EIO, "broken")
 
@@ -226,7 +232,9 @@ def test_i1_a_file_that_grew_gives_back_no_more_than_it_took(tmp_path: Path, how
 def test_i3_what_is_removed_under_a_live_store_is_made_anew(tmp_path: Path, directory: str) -> None:
     store = disk(tmp_path)
     assert put(store, make_key(0), 0)
-    path = tmp_path / (bytes(make_key(0).namespace).hex() if directory == "a namespace" else directory)
+    path = tmp_path / (
+        bytes(make_key(0).namespace).hex() if directory == "a namespace" else directory
+    )
     (shutil.rmtree if path.is_dir() else os.unlink)(path)
     with suppress(StoreUnavailable):
         put(store, make_key(1), 1)

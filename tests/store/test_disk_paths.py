@@ -38,9 +38,13 @@ class Two:
     def read_all(self) -> list[bool]:
         """One batch of all keys, such as a prompt's."""
         buffers = [memoryview(bytearray(CHUNK)) for _ in MANY]
-        outcomes = self.store.read([(make_key(i), buffer) for i, buffer in zip(MANY, buffers, strict=True)])
+        outcomes = self.store.read(
+            [(make_key(i), buffer) for i, buffer in zip(MANY, buffers, strict=True)]
+        )
         for i, outcome in enumerate(outcomes):
-            assert outcome is MISSING or (outcome == Done(CHUNK) and buffers[i] == value_of(i, CHUNK))
+            assert outcome is MISSING or (
+                outcome == Done(CHUNK) and buffers[i] == value_of(i, CHUNK)
+            )
         return [outcome is not MISSING for outcome in outcomes]
 
     def recover(self) -> None:
@@ -90,10 +94,13 @@ def test_a_mount_that_vanishes_costs_its_own_chunks_and_comes_back(
             two.recover()
         assert two.store.paths_down() == 0
         assert two.read_all() == [True] * len(MANY)
-        said = [record.getMessage() for record in caplog.records if "Disk path" in record.getMessage()]
+        said = [
+            record.getMessage() for record in caplog.records if "Disk path" in record.getMessage()
+        ]
         assert [line.split(", its")[0] for line in said] == [
-            f"Disk path {path} is out of use", f"Disk path {path} is in use again"
-        ]  # fmt: skip
+            f"Disk path {path} is out of use",
+            f"Disk path {path} is in use again",
+        ]
         two.store.close()
 
 
@@ -177,7 +184,9 @@ def test_when_none_works_the_store_fails_and_its_breaker_sees_it(moved: tuple[Tw
     assert two.store.paths_down() == 2
     two.paths[1].unlink()
     away.rename(two.paths[1])
-    assert holds(two.store, make_key(two.dying[0]), two.dying[0]), "all are asked, so no trial need come first"
+    assert holds(two.store, make_key(two.dying[0]), two.dying[0]), (
+        "all are asked, so no trial need come first"
+    )
     assert two.store.paths_down() == 1
 
 
@@ -224,7 +233,9 @@ def test_the_tier_serves_on_with_a_dead_path_and_its_breaker_stays_closed(tmp_pa
     stored = {i for i in range(100, 110) if file_of(tmp_path / "a", key(i)).exists()}
     assert set(rig.engine.missing(keys(*range(100, 110)))) == set()
     rig.engine.reset()
-    assert {100 + i for i in rig.engine.missing(keys(*range(100, 110)))} == set(range(100, 110)) - stored
+    assert {100 + i for i in rig.engine.missing(keys(*range(100, 110)))} == set(
+        range(100, 110)
+    ) - stored
     rig.assert_idle()
 
 
@@ -244,7 +255,9 @@ def test_i8_what_is_offered_a_second_time_is_written_and_nothing_else(tmp_path: 
 
 def test_i8_offered_again_without_having_been_asked_for(tmp_path: Path) -> None:
     """As of a chunk that stayed in the device's own cache: no lookup says that the tier lacks it."""
-    rig = over(disk(tmp_path, size_bytes=64 * MIB, admission="second_sight", clock=ManualClock()), slots=4)
+    rig = over(
+        disk(tmp_path, size_bytes=64 * MIB, admission="second_sight", clock=ManualClock()), slots=4
+    )
     for offered in range(3):
         assert rig.engine.missing(keys(1)) == ([0] if offered < 2 else []), f"{offered} offers"
         if offered < 2:

@@ -21,7 +21,19 @@ from kvstow.store.disk.turn import Turns
 from kvstow.store.disk.volume import Volume, VolumeLimits
 from kvstow.testing.manual import ManualClock
 from kvstow.testing.store_suite import make_key, value_of, write_one
-from tests.store.disks import CHUNK, KIB, MIB, disk, file_of, holds, keys_held, on_disk, put, temporaries, tmpfs
+from tests.store.disks import (
+    CHUNK,
+    KIB,
+    MIB,
+    disk,
+    file_of,
+    holds,
+    keys_held,
+    on_disk,
+    put,
+    temporaries,
+    tmpfs,
+)
 
 KEYS = [make_key(i) for i in range(100)]
 
@@ -40,7 +52,9 @@ def test_j1_everything_stored_is_found_after_a_restart(tmp_path: Path) -> None:
     assert write_one(store, KEYS[3], b"again") is REJECTED
 
 
-def test_what_is_there_is_told_once_of_each_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_there_is_told_once_of_each_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "kvstow")
     clock, paths = ManualClock(), (tmp_path / "a", tmp_path / "b")
     store = disk(*paths, clock=clock)
@@ -63,9 +77,14 @@ def test_what_the_scan_has_not_reached_is_served_meanwhile(tmp_path: Path) -> No
     for i, key in enumerate(KEYS):
         put(store, key, i)
     volume = Volume(
-        str(tmp_path), VolumeLimits(64 * MIB), _Order(), SystemClock(),
-        describe=lambda _: {}, admit=lambda _: True, turns=Turns(),
-    )  # fmt: skip
+        str(tmp_path),
+        VolumeLimits(64 * MIB),
+        _Order(),
+        SystemClock(),
+        describe=lambda _: {},
+        admit=lambda _: True,
+        turns=Turns(),
+    )
     during: list[bool] = []
 
     class Asking(threading.Event):
@@ -127,7 +146,9 @@ def test_a_scan_forgets_what_others_removed_and_keeps_what_came_meanwhile(tmp_pa
     assert len(index) == 1
 
 
-def test_temporaries_and_reservations_of_the_dead_are_reclaimed_those_of_the_living_not(tmp_path: Path) -> None:
+def test_temporaries_and_reservations_of_the_dead_are_reclaimed_those_of_the_living_not(
+    tmp_path: Path,
+) -> None:
     living, mount = disk(tmp_path), attach(str(tmp_path))
     assert mount.ledger.reserve(5 * CHUNK, 64 * MIB) == 0
     (tmp_path / mount.temporary()).write_bytes(bytes(CHUNK))
@@ -165,7 +186,9 @@ def test_a_published_file_whose_writer_died_before_saying_so_is_counted(tmp_path
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 4096, b"KVSTOWL1" + b"\xff" * 4088, b"short"])
-def test_a_damaged_ledger_refuses_writes_until_a_scan_has_counted(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_ledger_refuses_writes_until_a_scan_has_counted(
+    tmp_path: Path, damage: bytes
+) -> None:
     store = disk(tmp_path, size_bytes=64 * CHUNK)
     for i in range(10):
         put(store, KEYS[i], i)

@@ -48,9 +48,15 @@ class Engine:
         where = {"disk.paths": ",".join(map(str, paths)), "disk.size": "1GB"}
         settings = parse(None, {}, {**where, "disk.min_free": "0", "disk.scrub_rate": "0"}).settings
         return build.build_disk(
-            settings, LAYOUT, clock=SystemClock(), metrics=Metrics(), describe=self.describe,
-            key=None, namespace=self.namespace, root=("all else", self.root),
-        )  # fmt: skip
+            settings,
+            LAYOUT,
+            clock=SystemClock(),
+            metrics=Metrics(),
+            describe=self.describe,
+            key=None,
+            namespace=self.namespace,
+            root=("all else", self.root),
+        )
 
     def runs(self, *paths: Path) -> bool:
         """Start and end it. False: it was refused."""
@@ -135,8 +141,14 @@ def end(*processes: subprocess.Popen[str]) -> None:
         one.communicate("\n", timeout=30)
 
 
-def test_c3_two_processes_with_another_root_don_t_both_serve_and_with_the_same_they_share(tmp_path: Path) -> None:
-    first, same, other = process(tmp_path, A.root), process(tmp_path, A.root), process(tmp_path, B.root)
+def test_c3_two_processes_with_another_root_don_t_both_serve_and_with_the_same_they_share(
+    tmp_path: Path,
+) -> None:
+    first, same, other = (
+        process(tmp_path, A.root),
+        process(tmp_path, A.root),
+        process(tmp_path, B.root),
+    )
     try:
         assert said(first) == ["serves\n"]
         [refusal] = said(other)
@@ -201,12 +213,16 @@ def test_c3_adapters_of_another_root_are_rivals_as_well(tmp_path: Path) -> None:
 
 def test_c3_one_command_clears_a_root_with_its_adapters_in_every_directory(tmp_path: Path) -> None:
     paths = tmp_path / "one", tmp_path / "it's two"
-    families = [[who.namespace, who.namespace.derive("lora", "x"), who.namespace.derive("reset", "1")]
-                for who in (A, Engine(A.root, "two"))]
+    families = [
+        [who.namespace, who.namespace.derive("lora", "x"), who.namespace.derive("reset", "1")]
+        for who in (A, Engine(A.root, "two"))
+    ]
     for path in paths:
         for who, family in zip((A, Engine(A.root, "two")), families, strict=True):
             store = who.store(path)
-            assert all(put(store, ChunkKey.build(namespace, 0, bytes(32)), 1) for namespace in family[1:])
+            assert all(
+                put(store, ChunkKey.build(namespace, 0, bytes(32)), 1) for namespace in family[1:]
+            )
             store.close()
     with pytest.raises(UnsupportedError) as refusal:
         B.start(*paths)
@@ -214,12 +230,21 @@ def test_c3_one_command_clears_a_root_with_its_adapters_in_every_directory(tmp_p
     assert B.runs(*paths)
     for path in paths:
         left = {chunk.relative_to(path).parts[0] for chunk in path.rglob("*.kv")}
-        assert left == {namespace.hex() for namespace in families[1][1:]}, "another model's are left"
+        assert left == {namespace.hex() for namespace in families[1][1:]}, (
+            "another model's are left"
+        )
 
 
 @pytest.mark.parametrize(
     "there",
-    [b"", b"[]", b"{", b'{"namespace": 1}', b'{"a":' + b"[" * 100_000, json.dumps({**A.fields, "x": "y"}).encode()],
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"namespace": 1}',
+        b'{"a":' + b"[" * 100_000,
+        json.dumps({**A.fields, "x": "y"}).encode(),
+    ],
     ids=["empty", "list", "cut", "other", "deep", "a field more"],
 )
 @pytest.mark.usefixtures("another")
@@ -257,7 +282,9 @@ def test_c3_a_replaced_disk_beside_one_with_rivals_keeps_no_trace(tmp_path: Path
     assert A.runs(new, old)
 
 
-def test_c3_an_engine_that_has_stored_nothing_yet_is_seen_after_others_scans(tmp_path: Path) -> None:
+def test_c3_an_engine_that_has_stored_nothing_yet_is_seen_after_others_scans(
+    tmp_path: Path,
+) -> None:
     tier = A.start(tmp_path)
     beside = Engine(A.root, "two").store(tmp_path)
     beside.scan()
@@ -292,10 +319,14 @@ def test_c3_chunks_are_missed_however_old_their_namespace(tmp_path: Path) -> Non
     assert not B.runs(tmp_path)
 
 
-def test_c3_commands_leave_what_a_running_engine_said_and_not_what_it_was_asked_to_clear(tmp_path: Path) -> None:
+def test_c3_commands_leave_what_a_running_engine_said_and_not_what_it_was_asked_to_clear(
+    tmp_path: Path,
+) -> None:
     tier, other, old = A.start(tmp_path), Engine("seed 0", "two"), Engine("seed 0", "old")
     where, of_other = ("--path", str(tmp_path)), ("--namespace", other.namespace.hex()[:16])
-    for i, command in enumerate([("gc",), ("gc", "--yes", "--older-than-days", "0"), ("clear", "--yes", *of_other)]):
+    for i, command in enumerate(
+        [("gc",), ("gc", "--yes", "--older-than-days", "0"), ("clear", "--yes", *of_other)]
+    ):
         store = other.store(tmp_path)
         assert put(store, other.key(i), 1)
         store.close()
@@ -320,7 +351,9 @@ def test_c3_what_is_said_is_counted(tmp_path: Path) -> None:
     store.close()
 
 
-def test_c3_where_it_can_t_be_said_the_start_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c3_where_it_can_t_be_said_the_start_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A directory that fails is the tier's breaker's business, as later."""
     (tmp_path / A.namespace.hex()).write_text("in the way")
     with caplog.at_level(logging.WARNING, "kvstow"):
@@ -331,7 +364,11 @@ def test_c3_where_it_can_t_be_said_the_start_goes_on(tmp_path: Path, caplog: pyt
 @pytest.mark.parametrize("fails", [0, 1])
 @pytest.mark.parametrize("what", ["rivals", "introduce"])
 def test_c3_a_directory_that_fails_hides_no_rival_in_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str, fails: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+    fails: int,
 ) -> None:
     paths = tmp_path / "0", tmp_path / "1"
     beside, real, introduce = A.store(paths[1 - fails]), getattr(Volume, what), Volume.introduce

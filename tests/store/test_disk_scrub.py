@@ -63,24 +63,33 @@ def test_h6_a_flipped_byte_is_found_set_aside_and_storable_anew(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("integrity_key", [None, b"k" * 32])
-def test_a_round_of_the_scrub_sets_aside_what_is_bad_and_only_that(tmp_path: Path, integrity_key: bytes | None) -> None:
+def test_a_round_of_the_scrub_sets_aside_what_is_bad_and_only_that(
+    tmp_path: Path, integrity_key: bytes | None
+) -> None:
     store = filled(tmp_path, integrity_key)
     mtimes = [file_of(tmp_path, key).stat().st_mtime_ns for key in KEYS]
     flip(file_of(tmp_path, KEYS[3]), 5000)
     os.truncate(file_of(tmp_path, KEYS[4]), 4096)
     os.truncate(file_of(tmp_path, KEYS[5]), 0)
-    os.replace(file_of(tmp_path, KEYS[6]), file_of(tmp_path, KEYS[8]))  # a whole frame, of another key
+    os.replace(
+        file_of(tmp_path, KEYS[6]), file_of(tmp_path, KEYS[8])
+    )  # a whole frame, of another key
     bad: list[bytes] = []
 
     def set_aside(namespace: bytes, digest: bytes) -> None:
         bad.append(digest)
         store._volumes[0].set_aside(namespace, digest, "corrupt")
 
-    done = Scrub(frame_check(integrity_key), set_aside).step(attach(str(tmp_path)), 1 << 30, threading.Event())
+    done = Scrub(frame_check(integrity_key), set_aside).step(
+        attach(str(tmp_path)), 1 << 30, threading.Event()
+    )
     assert sorted(bad) == sorted(KEYS[i].digest() for i in (3, 4, 5, 8))
     assert done >= 36 * GROUP.frame_bytes
     good = [i for i in range(40) if i not in (3, 4, 5, 6, 8)]
-    assert all(read_one(store, KEYS[i], GROUP.frame_bytes)[1] == sealed(KEYS[i], integrity_key) for i in good)
+    assert all(
+        read_one(store, KEYS[i], GROUP.frame_bytes)[1] == sealed(KEYS[i], integrity_key)
+        for i in good
+    )
     untouched = [i for i in good if file_of(tmp_path, KEYS[i]).stat().st_mtime_ns == mtimes[i]]
     assert untouched == good, "verifying is no use: recency stays"
 
@@ -94,7 +103,9 @@ def test_a_keyed_scrub_refuses_frames_without_a_mac(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1 << 40, 3 << 30])
-def test_a_huge_file_by_a_chunks_name_is_judged_by_its_first_page(tmp_path: Path, length: int) -> None:
+def test_a_huge_file_by_a_chunks_name_is_judged_by_its_first_page(
+    tmp_path: Path, length: int
+) -> None:
     filled(tmp_path)
     os.truncate(file_of(tmp_path, KEYS[3]), length)  # sparse, behind a whole frame
     empty = file_of(tmp_path, KEYS[4])
@@ -113,7 +124,9 @@ def test_a_header_that_claims_more_than_a_chunk_can_have_is_not_followed(tmp_pat
     header = frame.parse_header(path.read_bytes()[:4096])
     spans = frame.frame_spans((1 << 40,))
     page = memoryview(bytearray(4096))
-    frame.write_header(page, header._replace(spans=spans, raw_length=1 << 40), frame.PayloadChecksum(), None)
+    frame.write_header(
+        page, header._replace(spans=spans, raw_length=1 << 40), frame.PayloadChecksum(), None
+    )
     path.write_bytes(page)
     os.truncate(path, 4096 + (1 << 40))
     bad: list[bytes] = []
@@ -130,16 +143,22 @@ def test_frames_longer_than_the_buffer_and_coded_ones_are_whole(tmp_path: Path) 
     coded = memoryview(bytearray(4096 + 8192))
     payload = frame.PayloadChecksum()
     payload.update(coded[4096 : 4096 + 5000])
-    header = frame.FrameHeader(KEYS[1], b"", 16, 9_000_006, frame.frame_spans((5000,)), b"", 0.0, True, 4, b"p")
+    header = frame.FrameHeader(
+        KEYS[1], b"", 16, 9_000_006, frame.frame_spans((5000,)), b"", 0.0, True, 4, b"p"
+    )
     frame.write_header(coded, header, payload, None)
     assert write_one(store, KEYS[1], bytes(coded)) == Done(len(coded))
     bad: list[bytes] = []
     scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest))
-    assert scrub.step(attach(str(tmp_path)), 1 << 30, threading.Event()) == group.frame_bytes + len(coded)
+    assert scrub.step(attach(str(tmp_path)), 1 << 30, threading.Event()) == group.frame_bytes + len(
+        coded
+    )
     assert not bad
 
 
-def test_the_scrub_keeps_to_its_budget_and_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
+def test_the_scrub_keeps_to_its_budget_and_goes_on_where_the_last_one_stopped(
+    tmp_path: Path,
+) -> None:
     filled(tmp_path)
     seen: list[bytes] = []
 
@@ -208,7 +227,10 @@ def test_h6_a_chunk_found_by_a_read_and_by_the_scrub_is_counted_once(tmp_path: P
     where = bytes(KEYS[0].namespace)
     for read_first in (True, False):
         key = KEYS[read_first]
-        calls = [lambda key=key: store.quarantine([key]), lambda key=key: scrub_found(where, key.digest())]
+        calls = [
+            lambda key=key: store.quarantine([key]),
+            lambda key=key: scrub_found(where, key.digest()),
+        ]
         for call in calls if read_first else reversed(calls):
             call()
         assert store.take_corrupt() == 0

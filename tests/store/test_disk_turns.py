@@ -32,7 +32,9 @@ def free(turns: Turns) -> bool:
     return False
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, turns: Turns, seen: list[tuple[str, bool]], name: str) -> None:
+def watch(
+    monkeypatch: pytest.MonkeyPatch, turns: Turns, seen: list[tuple[str, bool]], name: str
+) -> None:
     """Note whether the turn is free whenever ``os.name`` is called."""
     call: Callable[..., Any] = getattr(os, name)
 
@@ -73,7 +75,9 @@ def test_evicting_takes_as_long_as_the_disk_likes_and_is_done_between_two_turns(
 
 
 @pytest.mark.parametrize("name", ["open", "fstat", "preadv"])
-def test_a_fault_ends_the_turn(tmp_path: Path, turns: Turns, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_fault_ends_the_turn(
+    tmp_path: Path, turns: Turns, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     store, key = disk(tmp_path), make_key(0)
     put(store, key, 0)
     with monkeypatch.context() as broken:
@@ -96,7 +100,9 @@ def test_looking_a_chunk_up_waits_for_nobody(tmp_path: Path, turns: Turns) -> No
     mine.release()
 
 
-def test_who_hangs_in_a_turn_is_waited_for_once(tmp_path: Path, turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_hangs_in_a_turn_is_waited_for_once(
+    tmp_path: Path, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(turn, "LONGEST_S", 0.001)
     store, key = disk(tmp_path), make_key(0)
     hangs = turns.take()

@@ -72,7 +72,9 @@ def gate() -> Iterator[Gate]:
     gate.release()
 
 
-def test_an_idle_engine_writes_everything_down_through_a_store_that_blocks(tmp_path: Path, gate: Gate) -> None:
+def test_an_idle_engine_writes_everything_down_through_a_store_that_blocks(
+    tmp_path: Path, gate: Gate
+) -> None:
     served = Served(FileStore(tmp_path / "s", before=lambda _: gate()), SystemClock())
     served.store_one_request()
     while not gate.wait_arrived(2, timeout_s=0.001):
@@ -86,7 +88,9 @@ def test_an_idle_engine_writes_everything_down_through_a_store_that_blocks(tmp_p
     served.engine.close(5.0)
 
 
-def test_a_store_that_never_answers_keeps_an_idle_engine_stepping_only_so_long(tmp_path: Path, gate: Gate) -> None:
+def test_a_store_that_never_answers_keeps_an_idle_engine_stepping_only_so_long(
+    tmp_path: Path, gate: Gate
+) -> None:
     clock = ManualClock()
     served = Served(FileStore(tmp_path / "s", before=lambda _: gate()), clock)
     served.store_one_request()

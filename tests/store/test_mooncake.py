@@ -48,7 +48,9 @@ def another(store: Any) -> Any:
 
     store.ping()
     mine = MooncakeStore(
-        replace(store._options, prefix=f"t{os.urandom(6).hex()}/"), store._clock, lambda: (store._client, store._config)
+        replace(store._options, prefix=f"t{os.urandom(6).hex()}/"),
+        store._clock,
+        lambda: (store._client, store._config),
     )
     mine._registered = store._registered
     mine.close = lambda: None  # type: ignore[method-assign]
@@ -125,7 +127,9 @@ class TestMooncakeFromAPool(StoreSuite):
         return FromPool(another(self.shared), self.regions)  # type: ignore[no-any-return]
 
 
-def test_the_pool_is_registered_once_whatever_slot_comes_first(shared: Any, regions: queue.Queue[memoryview]) -> None:
+def test_the_pool_is_registered_once_whatever_slot_comes_first(
+    shared: Any, regions: queue.Queue[memoryview]
+) -> None:
     store = another(shared)
     seen: list[int] = []
     client = store._connect()[0]
@@ -143,7 +147,9 @@ def test_the_pool_is_registered_once_whatever_slot_comes_first(shared: Any, regi
     store._registered.clear(client)
     del slot
     memory.close()
-    assert f" {memory.ref.inode} " not in Path("/proc/self/maps").read_text(), "somebody still holds the mapping"
+    assert f" {memory.ref.inode} " not in Path("/proc/self/maps").read_text(), (
+        "somebody still holds the mapping"
+    )
 
 
 class _Watched:
@@ -179,7 +185,9 @@ def test_what_one_engine_stored_another_finds(server: MooncakeServer, shared: An
     other.close()
 
 
-def test_its_client_lets_in_nobody_from_beyond_the_address_that_others_are_told(shared: Any) -> None:
+def test_its_client_lets_in_nobody_from_beyond_the_address_that_others_are_told(
+    shared: Any,
+) -> None:
     store = another(shared)  # it is connected
     write_one(store, make_key(0), b"hello")
     ports = [listener.port for listener in listening().values()]
@@ -189,14 +197,19 @@ def test_its_client_lets_in_nobody_from_beyond_the_address_that_others_are_told(
     assert not any(lets_in(own_address(), port) for port in ports)
 
 
-def test_the_ports_are_told_and_those_that_are_not_found(shared: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_ports_are_told_and_those_that_are_not_found(
+    shared: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     from kvstow.store.mooncake.connect import _narrow
 
     store = another(shared)
     ports = sorted(listener.port for listener in listening().values())
     with caplog.at_level("INFO", "kvstow"):
         _narrow(store._options, PORTS, {})
-        assert f"on its ports {ports} only what is sent to 127.0.0.1 or loopback is let in" in caplog.text
+        assert (
+            f"on its ports {ports} only what is sent to 127.0.0.1 or loopback is let in"
+            in caplog.text
+        )
         assert "whoever" not in caplog.text
         _narrow(store._options, range(1, 2), {})
     assert "not all between 1 and 1: whoever reaches the others is let in" in caplog.text

@@ -38,7 +38,12 @@ class Kept:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self.contains, self.read, self.write, self.delete = store.contains, store.read, store.write, store.delete
+        self.contains, self.read, self.write, self.delete = (
+            store.contains,
+            store.read,
+            store.write,
+            store.delete,
+        )
 
     def close(self) -> None:
         pass
@@ -48,7 +53,11 @@ def test_a_master_that_is_absent_is_unavailable_and_used_when_it_comes(tmp_path:
     """This one serves the metadata too; the others' clients find each other without."""
     server = MooncakeServer(tmp_path, LENT, metadata=True)
     store = open_store(server.master, metadata=server.metadata)
-    for work in (store.ping, lambda: store.contains([make_key(0)]), lambda: write_one(store, make_key(0), b"x")):
+    for work in (
+        store.ping,
+        lambda: store.contains([make_key(0)]),
+        lambda: write_one(store, make_key(0), b"x"),
+    ):
         with pytest.raises(StoreUnavailable, match="refused"):
             work()
     try:
@@ -85,13 +94,17 @@ def _raised(work: Any) -> BaseException:
 
 
 def test_a_wrong_address_of_the_metadata_is_unavailable(server: MooncakeServer) -> None:
-    store = open_store(server.master, metadata=f"http://127.0.0.1:{free_port()}/metadata", connect_timeout_s=5.0)
+    store = open_store(
+        server.master, metadata=f"http://127.0.0.1:{free_port()}/metadata", connect_timeout_s=5.0
+    )
     with pytest.raises(StoreUnavailable, match="metadata"):
         store.ping()
     store.close()
 
 
-def test_the_memory_that_is_lent_is_full_and_nothing_is_sent_for_a_while(server: MooncakeServer) -> None:
+def test_the_memory_that_is_lent_is_full_and_nothing_is_sent_for_a_while(
+    server: MooncakeServer,
+) -> None:
     clock = ManualClock()
     store = open_store(server.master, clock=clock)
     pool = memoryview(mmap.mmap(-1, 2 * LENT))
@@ -103,7 +116,9 @@ def test_the_memory_that_is_lent_is_full_and_nothing_is_sent_for_a_while(server:
     store.close()
 
 
-def test_k1_k5_from_a_master_that_is_paused_killed_restarted_empty_to_memory_that_is_gone(tmp_path: Path) -> None:
+def test_k1_k5_from_a_master_that_is_paused_killed_restarted_empty_to_memory_that_is_gone(
+    tmp_path: Path,
+) -> None:
     """In one server's life, because each start and end takes seconds."""
     server = MooncakeServer(tmp_path, LENT).start()
     store = open_store(server.master, prefix="kvstow/")

@@ -55,7 +55,9 @@ def test_of_loopback_nobody_else_is_let_in(before: dict[int, Listening], ports: 
     assert lets_in("::1", ports[1])
 
 
-def test_by_an_address_of_this_host_and_by_loopback(before: dict[int, Listening], ports: list[int]) -> None:
+def test_by_an_address_of_this_host_and_by_loopback(
+    before: dict[int, Listening], ports: list[int]
+) -> None:
     own = own_address()
     assert only_to(own, ports, before)
     assert all(lets_in(address, port) for address in ("127.0.0.1", own) for port in ports)
@@ -100,7 +102,10 @@ def test_no_descriptor_changes_whether_it_blocks(
 ) -> None:
     one, other = socket.socketpair()
     with one, other:
-        mine = [one.fileno(), *(listener.descriptor for listener in listening().values() if listener.port in ports)]
+        mine = [
+            one.fileno(),
+            *(listener.descriptor for listener in listening().values() if listener.port in ports),
+        ]
         assert all(os.get_blocking(descriptor) for descriptor in mine)
         assert len(mine) == 3
         socket.setdefaulttimeout(5.0)
@@ -111,7 +116,12 @@ def test_no_descriptor_changes_whether_it_blocks(
         assert all(os.get_blocking(descriptor) for descriptor in mine)
 
 
-def test_a_kernel_that_cannot_is_an_error(before: dict[int, Listening], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_is_an_error(
+    before: dict[int, Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvstow.store.mooncake.listen.SO_ATTACH_FILTER", 9999)
-    with socket.create_server(("0.0.0.0", 0)) as server, pytest.raises(OSError, match="SO_ATTACH_FILTER"):
+    with (
+        socket.create_server(("0.0.0.0", 0)) as server,
+        pytest.raises(OSError, match="SO_ATTACH_FILTER"),
+    ):
         only_to("127.0.0.1", [server.getsockname()[1]], before)

@@ -66,7 +66,9 @@ def test_signed_urls_of_an_independent_s3_with_ranges_and_conditions(
     write_one(store, make_key(1), value_of(1, length))
     monkeypatch.setattr(store, "_by_client", lambda *_: pytest.fail("the client was asked"))
     assert read_one(store, make_key(1), length) == (Done(length), value_of(1, length))
-    signed = obstore.sign(store._client, "GET", parse_url(url).path_of(make_key(1)), timedelta(minutes=1))
+    signed = obstore.sign(
+        store._client, "GET", parse_url(url).path_of(make_key(1)), timedelta(minutes=1)
+    )
     with store._plain._line() as line:
         line.ask(signed, memoryview(bytearray(length)), PART_BYTES, PART_BYTES, '"another"')
         with pytest.raises(StoreUnavailable, match="status 412"):
@@ -111,7 +113,9 @@ class TestAzure(StoreSuite):
 
     def make_store(self, tmp_path: Path) -> Store:
         url = f"az://{BUCKET}/{fresh()}"
-        return open_store(url, endpoint=self.server.url, account="kvstow", anonymous=True, timeout_s=10.0)
+        return open_store(
+            url, endpoint=self.server.url, account="kvstow", anonymous=True, timeout_s=10.0
+        )
 
 
 class TestDirectory(StoreSuite):

@@ -17,7 +17,16 @@ from kvstow.store.objects.options import parse_url
 from kvstow.testing.manual import ManualClock
 from kvstow.testing.object_server import ObjectServer, Reply, Request
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
-from tests.store.objects_rig import BUCKET, CREDENTIALS, PART_BYTES, Moto, Wire, as_user, need_obstore, open_store
+from tests.store.objects_rig import (
+    BUCKET,
+    CREDENTIALS,
+    PART_BYTES,
+    Moto,
+    Wire,
+    as_user,
+    need_obstore,
+    open_store,
+)
 from tests.store.test_redis_faults import Node
 from tests.unit.rig import FRAME_BYTES, key
 
@@ -76,13 +85,17 @@ def every_call(store: Any) -> list[Callable[[], Any]]:
 
 def times_asked(server: ObjectServer) -> int:
     """The most of any one request. Those of a call before, which it ended without, may still come."""
-    return max(Counter((request.method, request.path) for request in list(server.requests)).values())
+    return max(
+        Counter((request.method, request.path) for request in list(server.requests)).values()
+    )
 
 
 # --- S3 as moto has it: one server, several engines -----------------------------------------------------------------
 
 
-def test_k1_a_killed_server_is_a_miss_and_one_restarted_empty_takes_chunks_again(moto: Moto) -> None:
+def test_k1_a_killed_server_is_a_miss_and_one_restarted_empty_takes_chunks_again(
+    moto: Moto,
+) -> None:
     nodes = [Node(open_store(URL, endpoint=moto.url, timeout_s=2.0)) for _ in range(3)]
     nodes[0].put(1, 2)
     assert nodes[1].get(1, 2) == 2
@@ -127,7 +140,11 @@ def test_a_corrupted_object_is_a_miss_and_taken_away(moto: Moto) -> None:
 
 def test_a_bucket_that_is_not_there_is_refused_not_missed(moto: Moto) -> None:
     store = open_store("s3://no-such-bucket/p", endpoint=moto.url, timeout_s=5.0)
-    for work in (store.ping, lambda: read_one(store, make_key(0), 9), lambda: write_one(store, make_key(0), b"x")):
+    for work in (
+        store.ping,
+        lambda: read_one(store, make_key(0), 9),
+        lambda: write_one(store, make_key(0), b"x"),
+    ):
         with pytest.raises(StoreRefused, match="NoSuchBucket"):
             work()
     store.close()
@@ -135,7 +152,9 @@ def test_a_bucket_that_is_not_there_is_refused_not_missed(moto: Moto) -> None:
 
 @pytest.mark.parametrize("politely", [False, True])
 @pytest.mark.parametrize("cut_at", [10, 200, 60_000])
-def test_a_connection_that_ends_amid_an_answer_is_unavailable(moto: Moto, cut_at: int, politely: bool) -> None:
+def test_a_connection_that_ends_amid_an_answer_is_unavailable(
+    moto: Moto, cut_at: int, politely: bool
+) -> None:
     whole = open_store(f"{URL}/cut{cut_at}{politely}", endpoint=moto.url, timeout_s=5.0)
     write_one(whole, make_key(0), value_of(0, 200_000))
     wire = Wire(moto.port)
@@ -167,7 +186,9 @@ def test_h4_a_server_that_takes_connections_and_never_answers_is_given_up(moto: 
 # --- a fake server, told what to do ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Slow Down", "429 Too Many", "408 Timeout"])
+@pytest.mark.parametrize(
+    "status", ["500 Internal Server Error", "503 Slow Down", "429 Too Many", "408 Timeout"]
+)
 def test_k2_errors_that_may_pass_are_unavailable_after_few_tries(
     server: ObjectServer, store: Any, status: str
 ) -> None:
@@ -187,7 +208,9 @@ def test_an_error_that_passes_at_once_is_not_seen(server: ObjectServer, store: A
     assert write_one(store, make_key(0), b"hello") == Done(5)
 
 
-@pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "403 Forbidden", "405 Not Allowed"])
+@pytest.mark.parametrize(
+    "status", ["400 Bad Request", "401 Unauthorized", "403 Forbidden", "405 Not Allowed"]
+)
 def test_k2_errors_that_will_not_pass_are_refused_and_not_repeated(
     server: ObjectServer, store: Any, status: str
 ) -> None:
@@ -198,25 +221,34 @@ def test_k2_errors_that_will_not_pass_are_refused_and_not_repeated(
         with pytest.raises(StoreRefused, match=status[:3]) as caught:
             work()
         assert times_asked(server) <= 2  # over plain HTTP, and by the client
-        assert not [text for text in CREDENTIALS.values() if text != "us-east-1" and text in str(caught.value)]
+        assert not [
+            text
+            for text in CREDENTIALS.values()
+            if text != "us-east-1" and text in str(caught.value)
+        ]
 
 
 def test_a_slow_body_is_given_up(server: ObjectServer, store: Any) -> None:
     write_one(store, make_key(0), value_of(0, LARGE))
     gate = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
+
         def serve() -> None:
             while True:
                 client, _ = listener.accept()
                 client.recv(65536)
-                client.sendall(b"HTTP/1.1 206 P\r\nContent-Length: 1000\r\nContent-Range: bytes 0-999/1000\r\n"
-                               b'ETag: "1"\r\nLast-Modified: Mon, 02 Nov 2026 00:00:00 GMT\r\n\r\nabc')
+                client.sendall(
+                    b"HTTP/1.1 206 P\r\nContent-Length: 1000\r\nContent-Range: bytes 0-999/1000\r\n"
+                    b'ETag: "1"\r\nLast-Modified: Mon, 02 Nov 2026 00:00:00 GMT\r\n\r\nabc'
+                )
                 held.append(client)
                 gate.set()
 
         held: list[socket.socket] = []
         threading.Thread(target=lambda: _quietly(serve), daemon=True).start()
-        slow = open_store(URL, endpoint=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.2)
+        slow = open_store(
+            URL, endpoint=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.2
+        )
         with pytest.raises(StoreUnavailable):
             read_one(slow, make_key(0), 1000)
         assert gate.is_set()
@@ -233,7 +265,9 @@ def _quietly(work: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("room", [LARGE, 100])
-def test_f5_a_body_that_is_cut_off_is_unavailable(server: ObjectServer, store: Any, room: int) -> None:
+def test_f5_a_body_that_is_cut_off_is_unavailable(
+    server: ObjectServer, store: Any, room: int
+) -> None:
     length = LARGE if room == LARGE else 90
     write_one(store, make_key(0), value_of(0, length))
     server.hook = lambda request: _cut(server, request, 40)
@@ -248,7 +282,9 @@ def _cut(server: ObjectServer, request: Request, at: int) -> Reply | None:
     return server._read(request, value)._replace(cut_at=at)
 
 
-def test_f5_an_object_that_is_replaced_amid_its_parts_is_a_miss(server: ObjectServer, store: Any) -> None:
+def test_f5_an_object_that_is_replaced_amid_its_parts_is_a_miss(
+    server: ObjectServer, store: Any
+) -> None:
     write_one(store, make_key(0), value_of(0, LARGE))
     ranges: list[str] = []
 
@@ -267,7 +303,9 @@ def test_f5_an_object_that_is_replaced_amid_its_parts_is_a_miss(server: ObjectSe
 
 
 @pytest.mark.parametrize("longer", [1, 5 * PART_BYTES])
-def test_an_object_longer_than_the_slot_is_not_taken(server: ObjectServer, store: Any, longer: int) -> None:
+def test_an_object_longer_than_the_slot_is_not_taken(
+    server: ObjectServer, store: Any, longer: int
+) -> None:
     for room in (LARGE, 1000):
         server.objects[path_of(0)] = bytes(room + longer)
         buffer = bytearray(b"\xaa" * room)
@@ -285,6 +323,7 @@ def test_an_empty_object_is_no_chunk(server: ObjectServer, store: Any) -> None:
 
 def test_what_is_no_object_store_is_unavailable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
+
         def serve() -> None:
             while True:
                 client, _ = listener.accept()
@@ -310,7 +349,9 @@ def test_a_name_that_leads_nowhere_is_unavailable() -> None:
 # --- how much is asked ----------------------------------------------------------------------------------------------
 
 
-def test_m4_a_lookup_of_misses_is_one_request_a_key_and_nothing_is_listed(server: ObjectServer, store: Any) -> None:
+def test_m4_a_lookup_of_misses_is_one_request_a_key_and_nothing_is_listed(
+    server: ObjectServer, store: Any
+) -> None:
     assert store.contains([make_key(i) for i in range(50)]) == [False] * 50
     assert sorted(request.method for request in server.requests) == ["HEAD"] * 50
     assert len({request.path for request in server.requests}) == 50
@@ -373,7 +414,9 @@ def test_a_directory_that_was_made_is_for_its_owner_alone(tmp_path: Path) -> Non
     store.close()
 
 
-def test_a_directory_that_is_gone_is_made_again_and_a_file_in_its_place_is_a_fault(tmp_path: Path) -> None:
+def test_a_directory_that_is_gone_is_made_again_and_a_file_in_its_place_is_a_fault(
+    tmp_path: Path,
+) -> None:
     store = open_store(f"file://{tmp_path}/chunks")
     (tmp_path / "chunks").rmdir()
     assert store.contains([make_key(0)]) == [False]

@@ -89,13 +89,20 @@ def plainly(answer: Callable[[Request], Reply | None]) -> Callable[[Request], Re
         ("file", None, False, False),
     ],
 )
-def test_only_signed_s3_without_tls_is_read_so(kind: Any, endpoint: str | None, anonymous: bool, plain: bool) -> None:
-    assert goes_plain(ObjectsOptions(Bucket(kind, "b"), endpoint=endpoint, anonymous=anonymous)) is plain
+def test_only_signed_s3_without_tls_is_read_so(
+    kind: Any, endpoint: str | None, anonymous: bool, plain: bool
+) -> None:
+    assert (
+        goes_plain(ObjectsOptions(Bucket(kind, "b"), endpoint=endpoint, anonymous=anonymous))
+        is plain
+    )
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
 def test_a_proxy_is_for_the_client(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    options = ObjectsOptions(Bucket("s3", "b"), endpoint="http://minio.internal:9000", allow_http=True)
+    options = ObjectsOptions(
+        Bucket("s3", "b"), endpoint="http://minio.internal:9000", allow_http=True
+    )
     assert goes_plain(options)
     monkeypatch.setenv(name, "http://proxy.internal:3128")
     assert not goes_plain(options)
@@ -145,7 +152,9 @@ def test_a_store_that_takes_no_signed_urls_is_read_by_the_client_from_then_on(
     assert f"signed URLs don't serve (status {status[:3]})" in said[0]
 
 
-@pytest.mark.parametrize("status", ["404 Not Found", "408 T", "409 C", "416 R", "429 Slow", "500 E", "503 Slow Down"])
+@pytest.mark.parametrize(
+    "status", ["404 Not Found", "408 T", "409 C", "416 R", "429 Slow", "500 E", "503 Slow Down"]
+)
 def test_what_may_pass_is_asked_again_by_the_client_and_the_way_stays(
     server: ObjectServer, store: Any, said: list[str], status: str
 ) -> None:
@@ -157,9 +166,13 @@ def test_what_may_pass_is_asked_again_by_the_client_and_the_way_stays(
     assert not said
 
 
-def test_a_refusal_that_the_client_meets_too_is_the_clients_word(server: ObjectServer, store: Any) -> None:
+def test_a_refusal_that_the_client_meets_too_is_the_clients_word(
+    server: ObjectServer, store: Any
+) -> None:
     for status, code in (("404 Not Found", b"NoSuchBucket"), ("403 No", b"AccessDenied")):
-        server.hook = lambda _, status=status, code=code: Reply(status, b"<Error><Code>%s</Code></Error>" % code)
+        server.hook = lambda _, status=status, code=code: Reply(
+            status, b"<Error><Code>%s</Code></Error>" % code
+        )
         for i, length in enumerate((SMALL, LARGE)):
             with pytest.raises(StoreRefused, match=code.decode()):
                 read_one(store, make_key(i), length)
@@ -170,9 +183,13 @@ def test_a_refusal_that_the_client_meets_too_is_the_clients_word(server: ObjectS
 
 
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Elsewhere", "308 Elsewhere"])
-def test_nobody_else_is_asked_who_the_store_says(server: ObjectServer, store: Any, status: str) -> None:
+def test_nobody_else_is_asked_who_the_store_says(
+    server: ObjectServer, store: Any, status: str
+) -> None:
     other = ObjectServer().start()
-    server.hook = plainly(lambda request: Reply(status, b"", {"Location": f"{other.url}{request.path}"}))
+    server.hook = plainly(
+        lambda request: Reply(status, b"", {"Location": f"{other.url}{request.path}"})
+    )
     with pytest.raises(StoreRefused, match=rf"status {status[:3]}.*objects\.endpoint"):
         read_one(store, make_key(0), SMALL)
     assert not other.requests
@@ -183,7 +200,9 @@ def test_nobody_else_is_asked_who_the_store_says(server: ObjectServer, store: An
 def test_what_cannot_be_signed_is_read_by_the_client(
     server: ObjectServer, store: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")  # obstore's own: its requests need no credentials then
+    monkeypatch.setenv(
+        "AWS_SKIP_SIGNATURE", "true"
+    )  # obstore's own: its requests need no credentials then
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -202,7 +221,9 @@ def test_parts_are_not_asked_for_of_a_server_that_hangs_up_after_each(
         return reply._replace(headers={**reply.headers, "Connection": "close"})
 
     server.hook = plainly(once)
-    one_by_one = open_store(URL, endpoint=server.url, say=said.append, timeout_s=PATIENT_S, parallel=1)
+    one_by_one = open_store(
+        URL, endpoint=server.url, say=said.append, timeout_s=PATIENT_S, parallel=1
+    )
     for _ in range(2):
         assert read_one(one_by_one, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
     one_by_one.close()
@@ -211,7 +232,9 @@ def test_parts_are_not_asked_for_of_a_server_that_hangs_up_after_each(
 
 
 @pytest.mark.parametrize(("each_s", "ends"), [(8.0, True), (14.0, False)])
-def test_parts_have_the_calls_time_of_two_requests(server: ObjectServer, store: Any, each_s: float, ends: bool) -> None:
+def test_parts_have_the_calls_time_of_two_requests(
+    server: ObjectServer, store: Any, each_s: float, ends: bool
+) -> None:
     clock = ManualClock()
     server.hook = plainly(lambda _: clock.advance(each_s))
     slow = open_store(URL, endpoint=server.url, clock=clock, timeout_s=PATIENT_S, parallel=1)
@@ -254,7 +277,9 @@ def test_a_server_that_hung_up_on_idle_connections_is_asked_on_new_ones(
 class Says:
     """Does ``how`` with each connection on which something was asked, again and again, until that fails."""
 
-    def __init__(self, how: Callable[[socket.socket], object], listener: socket.socket | None = None) -> None:
+    def __init__(
+        self, how: Callable[[socket.socket], object], listener: socket.socket | None = None
+    ) -> None:
         self.heads: list[bytes] = []
         self.gone = threading.Event()
         self._how = how
@@ -307,19 +332,46 @@ def whole(body: bytes) -> bytes:
 
 
 WRONG = {
-    "shorter than it says, then an end": (answer("Content-Length: 90\nContent-Range: bytes 0-89/90", b"x" * 80), True),
-    "less than the range": (answer("Content-Length: 80\nContent-Range: bytes 0-89/90", b"x" * 90), True),
-    "more than the range": (answer("Content-Length: 95\nContent-Range: bytes 0-89/90", b"x" * 95), True),
+    "shorter than it says, then an end": (
+        answer("Content-Length: 90\nContent-Range: bytes 0-89/90", b"x" * 80),
+        True,
+    ),
+    "less than the range": (
+        answer("Content-Length: 80\nContent-Range: bytes 0-89/90", b"x" * 90),
+        True,
+    ),
+    "more than the range": (
+        answer("Content-Length: 95\nContent-Range: bytes 0-89/90", b"x" * 95),
+        True,
+    ),
     "another range": (answer("Content-Length: 80\nContent-Range: bytes 10-89/90", b"x" * 80), True),
-    "a range that ends elsewhere": (answer("Content-Length: 90\nContent-Range: bytes 0-79/90", b"x" * 90), True),
-    "a range beyond the end": (answer("Content-Length: 90\nContent-Range: bytes 0-89/80", b"x" * 90), True),
-    "a range without a length": (answer("Content-Length: 90\nContent-Range: bytes 0-89/*", b"x" * 90), True),
+    "a range that ends elsewhere": (
+        answer("Content-Length: 90\nContent-Range: bytes 0-79/90", b"x" * 90),
+        True,
+    ),
+    "a range beyond the end": (
+        answer("Content-Length: 90\nContent-Range: bytes 0-89/80", b"x" * 90),
+        True,
+    ),
+    "a range without a length": (
+        answer("Content-Length: 90\nContent-Range: bytes 0-89/*", b"x" * 90),
+        True,
+    ),
     "no length": (answer("Content-Range: bytes 0-89/90", b"x" * 90), True),
     "no range": (answer("Content-Length: 90", b"x" * 90), True),
-    "two lengths": (answer("Content-Length: 9\nContent-Length: 90\nContent-Range: bytes 0-89/90", b"x" * 90), True),
-    "a length beyond measure": (answer(f"Content-Length: {'9' * 6000}\nContent-Range: bytes 0-89/90", b""), True),
+    "two lengths": (
+        answer("Content-Length: 9\nContent-Length: 90\nContent-Range: bytes 0-89/90", b"x" * 90),
+        True,
+    ),
+    "a length beyond measure": (
+        answer(f"Content-Length: {'9' * 6000}\nContent-Range: bytes 0-89/90", b""),
+        True,
+    ),
     "minus one": (answer("Content-Length: -1\nContent-Range: bytes 0--1/90", b"x" * 90), True),
-    "all instead of a part": (answer("Content-Length: 90", b"x" * 90, b"HTTP/1.1 200 OK\r\n"), True),
+    "all instead of a part": (
+        answer("Content-Length: 90", b"x" * 90, b"HTTP/1.1 200 OK\r\n"),
+        True,
+    ),
     "a head without an end": (HEAD + b"A: b\r\n" * 1_000_000, True),
     "a field without an end": (HEAD + b"A: " + b"b" * 5_000_000, True),
     "no HTTP": (b"220 mail ready\r\n\r\n" * 3, True),
@@ -366,7 +418,9 @@ def test_f5_h4_bytes_that_drip_are_given_up(from_byte: int) -> None:
 
 def test_f5_parts_of_which_one_never_comes_are_given_up(server: ObjectServer, store: Any) -> None:
     gate = threading.Event()
-    server.hook = plainly(lambda r: gate.wait() and None if r.headers["range"].startswith("bytes=2") else None)
+    server.hook = plainly(
+        lambda r: gate.wait() and None if r.headers["range"].startswith("bytes=2") else None
+    )
     hasty = open_store(URL, endpoint=server.url, timeout_s=0.5)
     with pytest.raises(StoreUnavailable, match="no answer in time"):
         read_one(hasty, make_key(1), LARGE)
@@ -383,7 +437,9 @@ def test_f5_a_reset_amid_the_bytes_is_asked_again(server: ObjectServer, store: A
     def cut(request: Request) -> Reply | None:
         last = request.headers["range"].startswith(f"bytes={i * 2 * PART_BYTES}-")
         at = next(once, None) if last else None
-        return server._read(request, server.objects[request.path])._replace(cut_at=at) if at else None
+        return (
+            server._read(request, server.objects[request.path])._replace(cut_at=at) if at else None
+        )
 
     server.hook = plainly(cut)
     length = (SMALL, LARGE)[i]
@@ -421,7 +477,9 @@ def test_bytes_in_chunks_are_the_clients(said: list[str]) -> None:
     fields = "Content-Length: 10\nTransfer-Encoding: chunked\nContent-Range: bytes 0-9/10"
     body = answer(fields, b"a\r\nxxxxxxxxxx\r\n0\r\n\r\n")
     with Says(lambda client: client.sendall(body)) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", say=said.append, timeout_s=PATIENT_S)
+        store = open_store(
+            URL, endpoint=f"http://{HOST}:{says.port}", say=said.append, timeout_s=PATIENT_S
+        )
         for _ in range(2):
             assert read_one(store, make_key(0), 100) == (Done(10), b"x" * 10)
         store.close()
@@ -431,7 +489,10 @@ def test_bytes_in_chunks_are_the_clients(said: list[str]) -> None:
 
 def test_a_tag_cannot_say_what_is_asked_next() -> None:
     tag = '"a\rX-Forged: 1"'
-    body = answer(f"Content-Length: {PART_BYTES}\nContent-Range: bytes 0-{PART_BYTES - 1}/{LARGE}", b"x" * PART_BYTES)
+    body = answer(
+        f"Content-Length: {PART_BYTES}\nContent-Range: bytes 0-{PART_BYTES - 1}/{LARGE}",
+        b"x" * PART_BYTES,
+    )
     forged = body.replace(b'ETag: "1"', b"ETag: " + tag.encode())
     with Says(lambda client: client.sendall(forged)) as says:
         store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=0.3, retries=0)
@@ -455,7 +516,10 @@ def no_secret(error: BaseException) -> bool:
     """Neither the key nor a signature is in a fault, nor in what it says caused it."""
     text, at = "", error
     while at is not None:
-        text, at = text + str(at), at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+        text, at = (
+            text + str(at),
+            at.__cause__ or (None if at.__suppress_context__ else at.__context__),
+        )
     return "very-secret" not in text and "X-Amz" not in text
 
 

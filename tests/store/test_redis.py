@@ -27,7 +27,19 @@ def server(folder: Path) -> Iterator[RedisServer]:
     socket = ("--unixsocket", str(folder / "sock"))
     server = RedisServer(folder / "server", *socket).start()
     server.ask(
-        *("ACL", "SETUSER", USER, "on", f">{PASSWORD}", "~kvstow:*", "+get", "+set", "+getrange", "+touch", "+exists"),
+        *(
+            "ACL",
+            "SETUSER",
+            USER,
+            "on",
+            f">{PASSWORD}",
+            "~kvstow:*",
+            "+get",
+            "+set",
+            "+getrange",
+            "+touch",
+            "+exists",
+        ),
         *("+unlink", "+getdel", "+persist", "+pexpire"),
     )
     yield server

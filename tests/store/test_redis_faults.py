@@ -51,7 +51,8 @@ def names(server: RedisServer) -> list[bytes]:
 def nodes(server: RedisServer) -> Iterator[list[Node]]:
     """Three engines: each has what it stored or fetched in memory, so later tests of a fault ask the next one."""
     nodes = [
-        Node(open_store(server.url, prefix=PREFIX, timeout_s=SOON_S, connect_timeout_s=SOON_S)) for _ in range(3)
+        Node(open_store(server.url, prefix=PREFIX, timeout_s=SOON_S, connect_timeout_s=SOON_S))
+        for _ in range(3)
     ]
     yield nodes
     for node in nodes:
@@ -80,9 +81,13 @@ def test_k1_a_killed_server_is_a_miss_and_a_restarted_one_takes_puts_again(
     assert nodes[2].get(1, 2) == 0
 
 
-def test_k2_with_three_in_ten_calls_failing_everything_restored_is_right(server: RedisServer) -> None:
+def test_k2_with_three_in_ten_calls_failing_everything_restored_is_right(
+    server: RedisServer,
+) -> None:
     inner = open_store(server.url, prefix=PREFIX)
-    faulty = FaultStore(inner, [unavailable("write", calls=range(i, i + 1)) for i in range(0, 200, 3)])
+    faulty = FaultStore(
+        inner, [unavailable("write", calls=range(i, i + 1)) for i in range(0, 200, 3)]
+    )
     node, other = Node(faulty), Node(open_store(server.url, prefix=PREFIX))
     for i in range(12):
         node.put(i)
@@ -105,7 +110,10 @@ def test_a_paused_server_is_waited_for_only_so_long(server: RedisServer, nodes: 
     nodes[0].put(1)
     server.pause()
     assert nodes[1].get(1) == 0
-    assert nodes[1].counter("failed_chunks", "unavailable") > 0 or nodes[1].counter("fetch_deadline_exceeded") > 0
+    assert (
+        nodes[1].counter("failed_chunks", "unavailable") > 0
+        or nodes[1].counter("fetch_deadline_exceeded") > 0
+    )
     server.resume()
     assert nodes[2].get(1) == 1
 
@@ -121,7 +129,9 @@ def test_k5_a_key_that_is_gone_between_existence_and_read_is_no_false_hit(
     assert not nodes[0].tier.holds(key(1))
 
 
-def test_k5_existence_is_asked_of_the_server_each_time(server: RedisServer, store: RedisStore) -> None:
+def test_k5_existence_is_asked_of_the_server_each_time(
+    server: RedisServer, store: RedisStore
+) -> None:
     write_one(store, make_key(1), b"x")
     assert store.contains([make_key(1)]) == [True]
     server.ask("FLUSHALL")
@@ -130,7 +140,9 @@ def test_k5_existence_is_asked_of_the_server_each_time(server: RedisServer, stor
 
 
 @pytest.mark.parametrize("at", [40, 4096 + 100, -1])
-def test_a_corrupted_value_is_a_miss_and_taken_away(server: RedisServer, nodes: list[Node], at: int) -> None:
+def test_a_corrupted_value_is_a_miss_and_taken_away(
+    server: RedisServer, nodes: list[Node], at: int
+) -> None:
     nodes[0].put(1)
     [name] = names(server)
     value = bytearray(server.ask("GET", name))
@@ -148,7 +160,9 @@ def test_a_foreign_value_is_a_miss_and_taken_away(server: RedisServer, nodes: li
     assert nodes[0].tier.holds(key(1)) is False
 
 
-def test_k9_a_chunk_whose_write_is_not_done_is_found_in_memory(server: RedisServer, nodes: list[Node]) -> None:
+def test_k9_a_chunk_whose_write_is_not_done_is_found_in_memory(
+    server: RedisServer, nodes: list[Node]
+) -> None:
     server.pause()
     lease = nodes[0].engine.reserve(key(1), b"", TOKENS)
     assert lease is not None
@@ -223,7 +237,9 @@ def parts_of(server: RedisServer, one: ChunkKey) -> tuple[bytes, list[bytes]]:
 
 
 @pytest.mark.parametrize("lost", range(5))
-def test_k8_half_a_set_is_a_miss_and_taken_away(server: RedisServer, store: RedisStore, lost: int) -> None:
+def test_k8_half_a_set_is_a_miss_and_taken_away(
+    server: RedisServer, store: RedisStore, lost: int
+) -> None:
     one = make_key(0)
     write_one(store, one, value_of(0, LARGE))
     name, parts = parts_of(server, one)
@@ -238,7 +254,9 @@ def test_k8_half_a_set_is_a_miss_and_taken_away(server: RedisServer, store: Redi
 
 
 @pytest.mark.parametrize("change", [b"short", bytes(PART_BYTES + 1)])
-def test_a_part_of_another_length_is_a_miss(server: RedisServer, store: RedisStore, change: bytes) -> None:
+def test_a_part_of_another_length_is_a_miss(
+    server: RedisServer, store: RedisStore, change: bytes
+) -> None:
     write_one(store, make_key(0), value_of(0, LARGE))
     _, parts = parts_of(server, make_key(0))
     server.ask("SET", parts[1], change)
@@ -249,7 +267,9 @@ def test_a_part_of_another_length_is_a_miss(server: RedisServer, store: RedisSto
 def test_k8_a_value_above_the_servers_limit_is_refused_with_the_fix_and_reads_go_on(
     server: RedisServer, store: RedisStore
 ) -> None:
-    server.ask("CONFIG", "SET", "proto-max-bulk-len", str(1 << 20))  # 32 bytes less than a part with its envelope
+    server.ask(
+        "CONFIG", "SET", "proto-max-bulk-len", str(1 << 20)
+    )  # 32 bytes less than a part with its envelope
     write_one(store, make_key(1), b"small")
     for _ in range(3):
         with pytest.raises(StoreRefused, match=r"redis\.part_size"):
@@ -258,7 +278,9 @@ def test_k8_a_value_above_the_servers_limit_is_refused_with_the_fix_and_reads_go
     assert write_one(store, make_key(2), value_of(0, LARGE)) == Done(LARGE)
 
 
-def test_parts_whose_writer_died_go_away_by_themselves(server: RedisServer, store: RedisStore) -> None:
+def test_parts_whose_writer_died_go_away_by_themselves(
+    server: RedisServer, store: RedisStore
+) -> None:
     write_one(store, make_key(0), value_of(0, LARGE))
     name, parts = parts_of(server, make_key(0))
     assert {server.ask("PTTL", each) for each in (name, *parts)} == {-1}
@@ -315,7 +337,9 @@ def test_a_server_that_is_paused_amid_a_value_is_given_up_and_comes_back(
     assert read_one(store, make_key(0), LARGE)[1] == value_of(0, LARGE)
 
 
-@pytest.mark.parametrize("said", [b"", b"$100\r\nshort", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 10_000])
+@pytest.mark.parametrize(
+    "said", [b"", b"$100\r\nshort", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 10_000]
+)
 def test_what_is_no_redis_is_unavailable(said: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         executor = ThreadExecutor("other")
@@ -356,14 +380,22 @@ def test_k3_after_a_sentinel_failover_the_new_master_is_used(tmp_path: Path) -> 
     ).start()
     sentinel = RedisSentinel(tmp_path / "s", master)
     store = open_store(
-        f"redis://127.0.0.1:{sentinel.port}", topology="sentinel", timeout_s=SOON_S, connect_timeout_s=SOON_S
+        f"redis://127.0.0.1:{sentinel.port}",
+        topology="sentinel",
+        timeout_s=SOON_S,
+        connect_timeout_s=SOON_S,
     )
     try:
-        until(lambda: replica.ask("INFO", "replication")["master_link_status"] == "up", "replication")
+        until(
+            lambda: replica.ask("INFO", "replication")["master_link_status"] == "up", "replication"
+        )
         sentinel.start()
         assert write_one(store, make_key(0), value_of(0, LARGE)) == Done(LARGE)
         master.ask("WAIT", 1, 5000)
-        until(lambda: sentinel.ask("SENTINEL", "REPLICAS", "mymaster"), "the Sentinel to know the replica")
+        until(
+            lambda: sentinel.ask("SENTINEL", "REPLICAS", "mymaster"),
+            "the Sentinel to know the replica",
+        )
         master.kill()
         until(lambda: sentinel.master_port() == replica.port, "failover")
         until(lambda: _takes(store, make_key(1)), "the new master to take a chunk")
@@ -387,7 +419,10 @@ def _takes(store: RedisStore, one: ChunkKey) -> bool:
 def test_k3_a_cluster_whose_slots_move_and_whose_node_dies(tmp_path: Path) -> None:
     nodes = start_cluster(tmp_path)
     store = open_store(
-        f"{nodes[0].url},127.0.0.1:{nodes[1].port}", topology="cluster", timeout_s=SOON_S, connect_timeout_s=SOON_S
+        f"{nodes[0].url},127.0.0.1:{nodes[1].port}",
+        topology="cluster",
+        timeout_s=SOON_S,
+        connect_timeout_s=SOON_S,
     )
     try:
         one = make_key(0)

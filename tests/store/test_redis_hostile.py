@@ -66,16 +66,25 @@ class Front:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError), client, socket.create_connection((HOST, self._to)) as server:
+        with (
+            contextlib.suppress(OSError, ValueError),
+            client,
+            socket.create_connection((HOST, self._to)) as server,
+        ):
             threading.Thread(target=self._pass, args=(server, client), daemon=True).start()
             asked = client.makefile("rb")
             while line := asked.readline():
-                words = [asked.read(int(asked.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
+                words = [
+                    asked.read(int(asked.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))
+                ]
                 said = (self.greets if words[0].upper() in GREETING else self.says)(words)
                 if said == b"":
                     return
                 if said is None:
-                    server.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w), w) for w in words))
+                    server.sendall(
+                        b"*%d\r\n" % len(words)
+                        + b"".join(b"$%d\r\n%s\r\n" % (len(w), w) for w in words)
+                    )
                     continue
                 step = self.step or len(said)
                 for at in range(0, len(said), step):
@@ -196,12 +205,20 @@ def test_k1_whatever_the_server_says_is_no_hit_and_the_next_call_is_right(
         assert in_time(lambda: read_one(store, one, size)) == (Done(size), value)
 
 
-@pytest.mark.parametrize("command", [b"GETRANGE", b"TOUCH", b"GET", b"SET", b"EXISTS", b"PERSIST", b"UNLINK"])
-@pytest.mark.parametrize("reply", ["push", "less than said", "hangs up", "more than said", "negative length"])
-def test_k1_also_amid_a_chunk_in_parts(front: Front, store: RedisStore, command: bytes, reply: str) -> None:
+@pytest.mark.parametrize(
+    "command", [b"GETRANGE", b"TOUCH", b"GET", b"SET", b"EXISTS", b"PERSIST", b"UNLINK"]
+)
+@pytest.mark.parametrize(
+    "reply", ["push", "less than said", "hangs up", "more than said", "negative length"]
+)
+def test_k1_also_amid_a_chunk_in_parts(
+    front: Front, store: RedisStore, command: bytes, reply: str
+) -> None:
     one, value = make_key(0), value_of(0, LARGE)
     calls = iter(range(100))
-    front.says = lambda words: REPLIES[reply] if words[0].upper() == command and next(calls) == 1 else None
+    front.says = lambda words: (
+        REPLIES[reply] if words[0].upper() == command and next(calls) == 1 else None
+    )
     for _ in range(2):
         with contextlib.suppress(StoreError):
             write_one(store, one, value)
@@ -218,7 +235,9 @@ def test_k1_also_amid_a_chunk_in_parts(front: Front, store: RedisStore, command:
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_what_an_error_means_for_those_who_ask_again(front: Front, store: RedisStore, name: str) -> None:
+def test_what_an_error_means_for_those_who_ask_again(
+    front: Front, store: RedisStore, name: str
+) -> None:
     """What may heal is unavailable; what the server doesn't know how to say is, too."""
     front.says = lambda _: REPLIES[name]
     if name in ("wrong type", "ask where nobody listens"):
@@ -228,17 +247,27 @@ def test_what_an_error_means_for_those_who_ask_again(front: Front, store: RedisS
             read_one(store, make_key(1), 100)
 
 
-def test_k6_a_clusters_node_that_was_taken_for_a_server_is_told_by_name(front: Front, store: RedisStore) -> None:
+def test_k6_a_clusters_node_that_was_taken_for_a_server_is_told_by_name(
+    front: Front, store: RedisStore
+) -> None:
     front.says = lambda _: REPLIES["moved where nobody listens"]
     with pytest.raises(StoreUnavailable, match=r"redis\.topology to cluster"):
         store.ping()
 
 
-@pytest.mark.parametrize("reply", [b"$32\r\n" + bytes(32), b"+" + b"x" * 4000, b"$60000\r\n" + bytes(60000)])
-def test_h4_a_reply_that_comes_byte_by_byte_has_no_more_time(front: Front, store: RedisStore, reply: bytes) -> None:
+@pytest.mark.parametrize(
+    "reply", [b"$32\r\n" + bytes(32), b"+" + b"x" * 4000, b"$60000\r\n" + bytes(60000)]
+)
+def test_h4_a_reply_that_comes_byte_by_byte_has_no_more_time(
+    front: Front, store: RedisStore, reply: bytes
+) -> None:
     """Each byte within the socket's timeout: 0.8 s to 20 minutes."""
     front.says, front.step = lambda _: reply, 1
-    for work in (lambda: store.contains([make_key(1)]), lambda: store.delete([make_key(1)]), store.ping):
+    for work in (
+        lambda: store.contains([make_key(1)]),
+        lambda: store.delete([make_key(1)]),
+        store.ping,
+    ):
         with pytest.raises(StoreUnavailable, match=r"not done in 0\.2 s"):
             work()
 
@@ -305,7 +334,9 @@ def test_a2_a_thread_interrupted_anywhere_leaves_no_half_read_reply_to_others(
     store.close()
 
 
-def test_k1_connections_that_fail_at_once_are_given_back(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k1_connections_that_fail_at_once_are_given_back(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """redis-py lends 100 at most."""
     fails = iter(range(150))
 
@@ -324,7 +355,9 @@ def test_k1_connections_that_fail_at_once_are_given_back(server: RedisServer, mo
     store.close()
 
 
-def test_k1_a_rotated_password_is_unavailable_until_it_is_known_and_never_shown(server: RedisServer) -> None:
+def test_k1_a_rotated_password_is_unavailable_until_it_is_known_and_never_shown(
+    server: RedisServer,
+) -> None:
     server.ask("ACL", "SETUSER", "engine", "on", "resetpass", f">{SECRET}", "~*", "+@all")
     store = open_store(f"redis://engine:{SECRET}@{HOST}:{server.port}", prefix=PREFIX)
     assert write_one(store, make_key(0), b"x") == Done(1)
@@ -338,7 +371,9 @@ def test_k1_a_rotated_password_is_unavailable_until_it_is_known_and_never_shown(
     store.close()
 
 
-def test_k1_a_certificate_that_expires_is_unavailable_until_it_is_renewed(server: RedisServer, tmp_path: Path) -> None:
+def test_k1_a_certificate_that_expires_is_unavailable_until_it_is_renewed(
+    server: RedisServer, tmp_path: Path
+) -> None:
     (tmp_path / "good").mkdir()
     tls = make_certificates(tmp_path / "good")
     front = TlsFront(tls, server.port)
@@ -363,12 +398,16 @@ def test_k1_a_certificate_that_expires_is_unavailable_until_it_is_renewed(server
 # --- values that are not ours ----------------------------------------------------------------------------------------
 
 
-def test_k8_a_name_of_another_type_does_not_harm_the_chunks_beside_it(server: RedisServer, store: RedisStore) -> None:
+def test_k8_a_name_of_another_type_does_not_harm_the_chunks_beside_it(
+    server: RedisServer, store: RedisStore
+) -> None:
     values = {make_key(i): value_of(i, LARGE if i else 100) for i in range(3)}
     for key, value in values.items():
         write_one(store, key, value)
     server.ask("RPUSH", chunk_name(PREFIX.encode(), make_key(8)), "a list")
-    part = next(name for name in server.ask("KEYS", chunk_name(PREFIX.encode(), make_key(2)) + b":*"))
+    part = next(
+        name for name in server.ask("KEYS", chunk_name(PREFIX.encode(), make_key(2)) + b":*")
+    )
     server.ask("UNLINK", part)
     server.ask("HSET", part, "a", "hash")
     assert store.contains([*values, make_key(8)]) == [True, True, True, False]
@@ -380,8 +419,12 @@ def test_k8_a_name_of_another_type_does_not_harm_the_chunks_beside_it(server: Re
     assert write_one(store, make_key(8), b"x") == Done(1)
 
 
-@pytest.mark.parametrize(("writes", "reads"), [(64 << 10, 64 << 20), (64 << 20, 64 << 10), (1 << 20, 3 << 20)])
-def test_k8_engines_with_other_part_sizes_share_chunks(server: RedisServer, writes: int, reads: int) -> None:
+@pytest.mark.parametrize(
+    ("writes", "reads"), [(64 << 10, 64 << 20), (64 << 20, 64 << 10), (1 << 20, 3 << 20)]
+)
+def test_k8_engines_with_other_part_sizes_share_chunks(
+    server: RedisServer, writes: int, reads: int
+) -> None:
     writer = open_store(server.url, prefix=PREFIX, part_bytes=writes)
     reader = open_store(server.url, prefix=PREFIX, part_bytes=reads)
     assert write_one(writer, make_key(0), value_of(0, LARGE)) == Done(LARGE)
@@ -414,11 +457,17 @@ def test_k6_nobody_there_is_unavailable_at_start_and_later_and_shows_no_secret(
         host = f"127.0.0.1:{port}" if where == "black hole" else where
         url = f"{scheme}://u{SECRET}:{SECRET}@{host}"
         given = {
-            "redis.url": url, "redis.topology": topology, "redis.connect_timeout_ms": 100, "redis.timeout_ms": 100,
-            "redis.sentinel_username": SECRET, "redis.sentinel_password": SECRET,
+            "redis.url": url,
+            "redis.topology": topology,
+            "redis.connect_timeout_ms": 100,
+            "redis.timeout_ms": 100,
+            "redis.sentinel_username": SECRET,
+            "redis.sentinel_password": SECRET,
         }
         settings = parse(None, {}, given).settings
-        tier = build.build_redis(settings, LAYOUT, clock=SystemClock(), metrics=Metrics(), root=("model", "seed 0"))
+        tier = build.build_redis(
+            settings, LAYOUT, clock=SystemClock(), metrics=Metrics(), root=("model", "seed 0")
+        )
         assert tier is not None
         assert "can't be used now" in caplog.text
         assert SECRET not in caplog.text
@@ -479,7 +528,9 @@ TOPOLOGIES = {
 
 
 @pytest.mark.parametrize("slots", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
-def test_k3_a_cluster_that_says_no_sense_of_itself_is_unavailable(front: Front, slots: bytes) -> None:
+def test_k3_a_cluster_that_says_no_sense_of_itself_is_unavailable(
+    front: Front, slots: bytes
+) -> None:
     front.says = lambda words: slots if words[0].upper() == b"CLUSTER" else b"*0\r\n"
     store = open_store(front.url, topology="cluster", timeout_s=SOON_S, connect_timeout_s=SOON_S)
     for _ in range(2):
@@ -490,7 +541,9 @@ def test_k3_a_cluster_that_says_no_sense_of_itself_is_unavailable(front: Front, 
 
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
 @pytest.mark.parametrize("to", ["itself", "127.0.0.1:1"])
-def test_k3_nodes_that_send_us_to_each_other_are_followed_so_often(front: Front, word: bytes, to: str) -> None:
+def test_k3_nodes_that_send_us_to_each_other_are_followed_so_often(
+    front: Front, word: bytes, to: str
+) -> None:
     """``ASK`` once; ``MOVED`` after asking who has what, three times in all."""
     asked: list[bytes] = []
     where = b"%s:%d" % (HOST.encode(), front.port) if to == "itself" else to.encode()
@@ -524,7 +577,10 @@ def test_k3_nodes_that_send_us_to_each_other_are_followed_so_often(front: Front,
 
 def test_no_text_of_what_a_store_is_made_of_has_a_secret() -> None:
     options = RedisOptions(parse_address(f"redis://u:{SECRET}@h"), sentinel_password=SECRET)
-    assert SECRET not in f"{options!r} {options} {options.address!r} {RedisStore(options, SystemClock())!r}"
+    assert (
+        SECRET
+        not in f"{options!r} {options} {options.address!r} {RedisStore(options, SystemClock())!r}"
+    )
 
 
 def test_h7_a_greeting_without_end_does_not_hold_up_the_start(

@@ -76,7 +76,9 @@ def test_h7_a_remote_that_is_not_ready_does_not_hold_up_the_start(
     proxy.mode = mode
     given = {"redis.url": proxy.url, "redis.timeout_ms": 300, "redis.connect_timeout_ms": 300}
     settings = parse(None, {}, given).settings
-    tier = build.build_redis(settings, LAYOUT, clock=SystemClock(), metrics=Metrics(), root=("model", "seed 0"))
+    tier = build.build_redis(
+        settings, LAYOUT, clock=SystemClock(), metrics=Metrics(), root=("model", "seed 0")
+    )
     assert tier is not None
     assert ("can't be used now" in caplog.text) is (mode != "slow")
     assert tier.close(10.0)
@@ -106,7 +108,9 @@ def test_k1_k2_whatever_the_remote_does_serving_goes_on_and_recovers(
     assert other.get(4) == 1
 
 
-def test_f5_what_came_before_the_connection_broke_is_used(proxy: FaultProxy, node: Node, other: Node) -> None:
+def test_f5_what_came_before_the_connection_broke_is_used(
+    proxy: FaultProxy, node: Node, other: Node
+) -> None:
     """Two reads of one prompt; the second is cut, with every retry."""
     other.put(1)
     assert node.get(1) == 1
@@ -115,7 +119,9 @@ def test_f5_what_came_before_the_connection_broke_is_used(proxy: FaultProxy, nod
     assert node.get(1, 2) == 1
 
 
-def test_k1_a_connection_that_was_closed_while_idle_costs_nothing(server: RedisServer, node: Node, other: Node) -> None:
+def test_k1_a_connection_that_was_closed_while_idle_costs_nothing(
+    server: RedisServer, node: Node, other: Node
+) -> None:
     other.put(1, 2)
     assert node.get(1) == 1
     server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
@@ -134,6 +140,7 @@ def test_k1_an_idle_connection_that_was_closed_is_not_used(server: RedisServer) 
 
 def test_k3_after_a_fault_no_connection_of_before_is_used(server: RedisServer) -> None:
     """The server may no longer be the master, and answer all the same."""
+
     def connections() -> int:
         return int(server.ask("INFO", "stats")["total_connections_received"])
 
@@ -153,7 +160,9 @@ def test_k3_after_a_fault_no_connection_of_before_is_used(server: RedisServer) -
     store.close()
 
 
-def test_k1_a_server_that_restarts_empty_is_filled_again(server: RedisServer, node: Node, other: Node) -> None:
+def test_k1_a_server_that_restarts_empty_is_filled_again(
+    server: RedisServer, node: Node, other: Node
+) -> None:
     node.put(1)
     assert node.tier.holds(key(1))
     server.restart()
@@ -168,7 +177,9 @@ def test_k1_a_server_that_restarts_empty_is_filled_again(server: RedisServer, no
 # --- what is believed, and what asking costs -------------------------------------------------------------------------
 
 
-def test_m4_misses_cost_one_round_trip_and_no_memory(proxy: FaultProxy, node: Node, other: Node) -> None:
+def test_m4_misses_cost_one_round_trip_and_no_memory(
+    proxy: FaultProxy, node: Node, other: Node
+) -> None:
     other.put(1)
     assert node.get(1) == 1  # connected
     for numbers in ([*range(1000, 1100)], [*range(2000, 2400)]):
@@ -198,7 +209,9 @@ def test_k5_a_probe_that_failed_says_nothing(proxy: FaultProxy, node: Node, othe
     assert node.get(1, 2) == 2
 
 
-def test_k5_what_is_believed_is_bounded_and_healed_by_a_read_that_falls_short(server: RedisServer) -> None:
+def test_k5_what_is_believed_is_bounded_and_healed_by_a_read_that_falls_short(
+    server: RedisServer,
+) -> None:
     node = node_over(server.url, known_keys=3)
     for i in range(1, 6):
         node.put(i)
@@ -223,7 +236,9 @@ def test_b5_b9_names_are_digests_alone(server: RedisServer) -> None:
     assert got == [b"0", b"1", b"2", b"3", b"4", b"5"]
     found = server.ask("KEYS", "*")
     assert len(found) == len(spaces)
-    assert all(len(name) == len(PREFIX) + 66 and name[len(PREFIX) + 1 : -1].isalnum() for name in found)
+    assert all(
+        len(name) == len(PREFIX) + 66 and name[len(PREFIX) + 1 : -1].isalnum() for name in found
+    )
     store.close()
 
 
@@ -234,11 +249,15 @@ def test_c2_names_do_not_depend_on_the_process(seed: str) -> None:
         "print(chunk_name(b'p:', make_key(7, group=3)).decode())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": seed}
-    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     assert said.stdout.strip() == chunk_name(b"p:", make_key(7, group=3)).decode()
 
 
-def test_b10_after_one_engines_reset_it_finds_nothing_and_others_still_theirs(node: Node, other: Node) -> None:
+def test_b10_after_one_engines_reset_it_finds_nothing_and_others_still_theirs(
+    node: Node, other: Node
+) -> None:
     """A reset is a namespace, so the engine asks for other keys then."""
     node.put(1, 2)
     after = NAMESPACE.derive("reset", b"1")
@@ -249,7 +268,9 @@ def test_b10_after_one_engines_reset_it_finds_nothing_and_others_still_theirs(no
     assert other.get(1, 2) == 2
 
 
-def test_c9_a_chunk_is_offered_again_once_a_full_server_has_room(server: RedisServer, node: Node, other: Node) -> None:
+def test_c9_a_chunk_is_offered_again_once_a_full_server_has_room(
+    server: RedisServer, node: Node, other: Node
+) -> None:
     server.ask("CONFIG", "SET", "maxmemory", "1", "maxmemory-policy", "noeviction")
     node.put(1)
     assert not node.tier.holds(key(1))

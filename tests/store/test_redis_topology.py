@@ -35,7 +35,9 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 
 def works(store: RedisStore) -> None:
     for i in range(12):
-        assert write_one(store, make_key(i), value_of(i, LARGE if i == 0 else 100)) == Done(LARGE if i == 0 else 100)
+        assert write_one(store, make_key(i), value_of(i, LARGE if i == 0 else 100)) == Done(
+            LARGE if i == 0 else 100
+        )
     assert store.contains([make_key(i) for i in range(13)]) == [True] * 12 + [False]
     for i in range(12):
         assert read_one(store, make_key(i), LARGE)[1] == value_of(i, LARGE if i == 0 else 100)
@@ -68,7 +70,12 @@ def test_k3_every_node_of_a_cluster_over_tls(tmp_path: Path, tls: Tls) -> None:
     for i in range(3):
         port = free_port()
         fronts.append(TlsFront(tls, port))
-        announced = ("--cluster-announce-port", str(fronts[i].port), "--cluster-announce-bus-port", str(port + 10000))
+        announced = (
+            "--cluster-announce-port",
+            str(fronts[i].port),
+            "--cluster-announce-bus-port",
+            str(port + 10000),
+        )
         settings = ("--cluster-enabled", "yes", "--cluster-announce-ip", "127.0.0.1", *announced)
         nodes.append(RedisServer(tmp_path / str(i), *settings, port=port).start())
     store = open_store(f"rediss://127.0.0.1:{fronts[0].port}", topology="cluster", tls=tls)
@@ -142,7 +149,9 @@ def test_k3_while_a_slot_moves_its_chunks_are_found_where_they_are(
     assert store.contains([one]) == [False]
     assert read_one(store, one, size)[0] is MISSING
     assert write_one(store, one, value_of(2, size)) == Done(size)
-    assert len(move.target.ask("KEYS", move.name + b"*")) == len(names), "what is new is written where the slot goes"
+    assert len(move.target.ask("KEYS", move.name + b"*")) == len(names), (
+        "what is new is written where the slot goes"
+    )
     assert store.contains([one]) == [True]
     assert read_one(store, one, size) == (Done(size), value_of(2, size))
     move.end()

@@ -53,7 +53,9 @@ def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
 @pytest.mark.parametrize("size", SIZES)
 def test_values_come_whole_one_behind_the_other_and_are_summed(peer: Peer, size: int) -> None:
     values = [value_of(i, size) for i in range(3)]
-    peer.does(lambda: peer.theirs.sendall(b"".join(b"$%d\r\n%s\r\n" % (size, value) for value in values)))
+    peer.does(
+        lambda: peer.theirs.sendall(b"".join(b"$%d\r\n%s\r\n" % (size, value) for value in values))
+    )
     for value in values:
         peer.wire.begin()
         assert peer.wire.bulk() == size

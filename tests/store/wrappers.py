@@ -38,7 +38,9 @@ class Recorder:
 
 def check_forwards(wrap: Callable[[Store], Store]) -> None:
     inner = Recorder()
-    assert {name for name in vars(Recorder) if not name.startswith("_")} == METHODS, "Recorder lacks a method"
+    assert {name for name in vars(Recorder) if not name.startswith("_")} == METHODS, (
+        "Recorder lacks a method"
+    )
     store = wrap(inner)
     keys = [make_key(0), make_key(1)]
     reads = [(key, memoryview(bytearray(4))) for key in keys]
@@ -48,4 +50,10 @@ def check_forwards(wrap: Callable[[Store], Store]) -> None:
     assert store.write(writes) == [Done(2), Done(2)]
     store.delete(keys)
     store.close()
-    assert inner.calls == [("contains", keys), ("read", reads), ("write", writes), ("delete", keys), ("close", None)]
+    assert inner.calls == [
+        ("contains", keys),
+        ("read", reads),
+        ("write", writes),
+        ("delete", keys),
+        ("close", None),
+    ]

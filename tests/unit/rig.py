@@ -19,7 +19,9 @@ from kvstow.testing.memory_store import MemoryStore
 from kvstow.tier import Tier, TierLimits
 
 NAMESPACE = Namespace.from_fields({"made by": "rig"})
-LAYOUT = ChunkLayout((GroupLayout(block_tokens=16, blocks_per_chunk=2, shard_block_bytes=(1000, 2048)),))
+LAYOUT = ChunkLayout(
+    (GroupLayout(block_tokens=16, blocks_per_chunk=2, shard_block_bytes=(1000, 2048)),)
+)
 FRAME_BYTES = LAYOUT.max_frame_bytes
 TOKENS = LAYOUT.chunk_tokens
 
@@ -46,7 +48,9 @@ def fill(lease: Lease, chunk: ChunkKey) -> None:
 
 
 def assert_bytes(lease: Lease, chunk: ChunkKey) -> None:
-    assert [bytes(span) for span in lease.spans()] == payload(chunk), f"foreign or wrong bytes under {chunk!r}"
+    assert [bytes(span) for span in lease.spans()] == payload(chunk), (
+        f"foreign or wrong bytes under {chunk!r}"
+    )
 
 
 class Rig:
@@ -72,7 +76,15 @@ class Rig:
         manual = lambda _: ManualExecutor(self.clock, run_in_wait=True)  # noqa: E731
         self.executors = [(executor or manual)(i) for i in range(len(self.stores))]
         self.tiers = [
-            Tier(f"t{i}", store, executor, layout=LAYOUT, clock=self.clock, metrics=self.metrics, limits=limits)
+            Tier(
+                f"t{i}",
+                store,
+                executor,
+                layout=LAYOUT,
+                clock=self.clock,
+                metrics=self.metrics,
+                limits=limits,
+            )
             for i, (store, executor) in enumerate(zip(self.stores, self.executors, strict=True))
         ]
         self.policy = policy or LRU()
@@ -136,7 +148,11 @@ class Rig:
             self._taken = merge(self._taken, snapshot)
         wanted = set(labels.values())
         series = self._taken.get("counters", {})
-        return sum(v for s, v in series.items() if s.split("|")[0] == name and wanted <= set(s.split("|")[1:]))
+        return sum(
+            v
+            for s, v in series.items()
+            if s.split("|")[0] == name and wanted <= set(s.split("|")[1:])
+        )
 
     def gauge(self, series: str) -> float:
         self.counter("")

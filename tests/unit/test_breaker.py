@@ -124,7 +124,9 @@ def test_a_call_from_before_it_opened_decides_nothing_even_later() -> None:
         store.faults = []
         breaker.contains(KEYS)
 
-    store.faults = [Fault(delay=others_find_it_dead_and_again_alive, error=StoreUnavailable("timed out"))]
+    store.faults = [
+        Fault(delay=others_find_it_dead_and_again_alive, error=StoreUnavailable("timed out"))
+    ]
     fail(breaker)
     assert breaker.state is BreakerState.CLOSED
 

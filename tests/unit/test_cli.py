@@ -60,14 +60,22 @@ def test_config_shows_every_setting_with_its_source(kvstow: Kvstow) -> None:
 
 def test_config_through_a_pipe_keeps_a_setting_on_its_line(kvstow: Kvstow) -> None:
     paths = ",".join(f"/nvme{number}/a-directory-of-some-length" for number in range(20))
-    [line] = [line for line in kvstow("config", env={"KVSTOW_DISK_PATHS": paths}).out.splitlines() if "nvme" in line]
+    [line] = [
+        line
+        for line in kvstow("config", env={"KVSTOW_DISK_PATHS": paths}).out.splitlines()
+        if "nvme" in line
+    ]
     assert line.split()[0] == "disk.paths"
     assert paths.split(",")[-1] in line
     assert line.split()[-1] == "KVSTOW_DISK_PATHS"
 
 
 def test_config_as_json_has_plain_values(kvstow: Kvstow) -> None:
-    rows = json.loads(kvstow("config", "--json", env={"KVSTOW_MEMORY_SIZE": "1kB", "KVSTOW_SAVE_DECODE": "true"}).out)
+    rows = json.loads(
+        kvstow(
+            "config", "--json", env={"KVSTOW_MEMORY_SIZE": "1kB", "KVSTOW_SAVE_DECODE": "true"}
+        ).out
+    )
     assert rows["memory.size"] == {"value": 1000, "shown": "1kB", "source": "KVSTOW_MEMORY_SIZE"}
     assert rows["save_decode"]["value"] is True
     assert rows["memory.pool_dir"]["value"] is None
@@ -84,13 +92,21 @@ def test_config_of_a_file(kvstow: Kvstow, tmp_path: Path) -> None:
 def test_o1_a_wrong_setting_is_exit_code_2_with_a_message(kvstow: Kvstow) -> None:
     ran = kvstow("config", env={"KVSTOW_MEMORY_SISE": "1"})
     assert ran.code == 2
-    assert ran.err == "kvstow: unknown variable KVSTOW_MEMORY_SISE; did you mean KVSTOW_MEMORY_SIZE?\n"
+    assert (
+        ran.err == "kvstow: unknown variable KVSTOW_MEMORY_SISE; did you mean KVSTOW_MEMORY_SIZE?\n"
+    )
     assert ran.out == ""
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
-def test_o1_settings_that_vllm_would_refuse_are_shown_and_refused(kvstow: Kvstow, arguments: tuple[str]) -> None:
-    ran = kvstow("config", *arguments, env={"KVSTOW_DISK_PATHS": "/x", "KVSTOW_REDIS_URL": "http://u:hunter2@h"})
+def test_o1_settings_that_vllm_would_refuse_are_shown_and_refused(
+    kvstow: Kvstow, arguments: tuple[str]
+) -> None:
+    ran = kvstow(
+        "config",
+        *arguments,
+        env={"KVSTOW_DISK_PATHS": "/x", "KVSTOW_REDIS_URL": "http://u:hunter2@h"},
+    )
     assert ran.code == 2
     assert "disk.paths is set and disk.size is not: say how much" in ran.err
     assert "redis.url: expected a URL that begins with redis://" in ran.err
@@ -100,7 +116,9 @@ def test_o1_settings_that_vllm_would_refuse_are_shown_and_refused(kvstow: Kvstow
         assert json.loads(ran.out)["disk.paths"]["value"] == ["/x"]
 
 
-def test_others_words_are_one_line_and_no_commands_of_a_terminal(kvstow: Kvstow, tmp_path: Path) -> None:
+def test_others_words_are_one_line_and_no_commands_of_a_terminal(
+    kvstow: Kvstow, tmp_path: Path
+) -> None:
     (tmp_path / "kv.yaml").write_text('"a\\nb\\e[31m": 1\n')
     ran = kvstow("config", "--file", str(tmp_path / "kv.yaml"))
     assert ran.err.startswith(r"kvstow: unknown setting a\nb\x1b[31m in ")
@@ -120,13 +138,19 @@ def test_others_words_are_one_line_and_no_commands_of_a_terminal(kvstow: Kvstow,
 )
 def test_output_that_nobody_takes_is_no_traceback(shell: str, code: int, err: str) -> None:
     kvstow = Path(sys.executable).parent / "kvstow"
-    done = subprocess.run(["sh", "-c", f"{kvstow} {shell}"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sh", "-c", f"{kvstow} {shell}"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (code, err)
 
 
 def test_what_the_outputs_encoding_lacks_is_replaced(tmp_path: Path) -> None:
     kvstow = Path(sys.executable).parent / "kvstow"
-    env = {"PYTHONIOENCODING": "ascii", "PATH": os.defpath, "KVSTOW_MEMORY_POOL_DIR": "/\u00e9\udcff"}
+    env = {
+        "PYTHONIOENCODING": "ascii",
+        "PATH": os.defpath,
+        "KVSTOW_MEMORY_POOL_DIR": "/\u00e9\udcff",
+    }
     done = subprocess.run([kvstow, "config"], capture_output=True, text=True, check=False, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert r"/\xe9\udcff" in done.stdout
@@ -139,9 +163,13 @@ def test_it_starts_without_engine_and_clients() -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-@pytest.mark.parametrize(("name", "page"), [("settings.md", settings_page), ("metrics.md", metrics_page)])
+@pytest.mark.parametrize(
+    ("name", "page"), [("settings.md", settings_page), ("metrics.md", metrics_page)]
+)
 def test_the_reference_is_current(name: str, page: Callable[[], str]) -> None:
-    assert (DOCS / name).read_text() == page(), f"run: kvstow reference {name[:-3]} > docs/reference/{name}"
+    assert (DOCS / name).read_text() == page(), (
+        f"run: kvstow reference {name[:-3]} > docs/reference/{name}"
+    )
 
 
 def test_the_reference_names_everything(kvstow: Kvstow) -> None:

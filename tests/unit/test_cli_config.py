@@ -63,7 +63,10 @@ def test_what_is_printed_is_settings_of_kvstows(kvstow: Kvstow, file: str, tmp_p
     assert settings.disk.paths == ("/mnt/nvme/lmcache",)
     assert settings.plugins.stores == ("mine=a:B",)
     assert "chunk_size: 256  # chunk_size in " in out
-    assert "# max_local_cpu_size is GiB of each worker, kvstow's sizes are per engine: 20 GiB x 4 = memory.size" in out
+    assert (
+        "# max_local_cpu_size is GiB of each worker, kvstow's sizes are per engine: 20 GiB x 4 = memory.size"
+        in out
+    )
     assert "use_layerwise in " in out
     assert yaml.safe_load(out)["redis"]["url"] == "redis://u:****@10.0.0.10:6379"
     assert "hunter2" not in out
@@ -95,22 +98,36 @@ def test_o1_what_is_refused_is_refused_here_too(kvstow: Kvstow, tmp_path: Path) 
     wrong.write_text("local_disk: relative\nmax_local_disk_size: 1\n")
     code, out, err = kvstow("config", "convert", str(wrong))
     assert (code, out) == (2, "")
-    assert f"disk.paths = \"['relative']\" (from local_disk in {wrong}): expected absolute paths" in err
+    assert (
+        f"disk.paths = \"['relative']\" (from local_disk in {wrong}): expected absolute paths"
+        in err
+    )
     assert kvstow("config", "convert", "/nowhere.yaml")[0] == 2
     wrong.write_text("chunk_size: 256 local_cpu: true\n")
     code, _, err = kvstow("config", "convert", str(wrong))
     assert code == 2
-    assert "line 1 isn't valid YAML: mapping values are not allowed here. Each key needs a line of its own" in err
+    assert (
+        "line 1 isn't valid YAML: mapping values are not allowed here. Each key needs a line of its own"
+        in err
+    )
 
 
 def test_defaults_are_not_converted_in_silence(kvstow: Kvstow, tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing\n")
-    assert "# Nothing of LMCache's is set in this shell's LMCACHE_* variables: these" in kvstow("config", "convert")[1]
-    assert f"set in {tmp_path}/empty.yaml: these" in kvstow("config", "convert", f"{tmp_path}/empty.yaml", "--json")[1]
+    assert (
+        "# Nothing of LMCache's is set in this shell's LMCACHE_* variables: these"
+        in kvstow("config", "convert")[1]
+    )
+    assert (
+        f"set in {tmp_path}/empty.yaml: these"
+        in kvstow("config", "convert", f"{tmp_path}/empty.yaml", "--json")[1]
+    )
     assert "Nothing" not in kvstow("config", "convert", env={"LMCACHE_CHUNK_SIZE": "256"})[1]
 
 
 def test_the_reference_page_is_current_and_has_every_key() -> None:
-    assert PAGE.read_text() == lmcache_page(), "run: kvstow reference lmcache > docs/reference/lmcache.md"
+    assert PAGE.read_text() == lmcache_page(), (
+        "run: kvstow reference lmcache > docs/reference/lmcache.md"
+    )
     for name in (*KEYS, *EXTRA_KEYS, *EXTRA_MAPPED):
         assert f"| `{name}` |" in PAGE.read_text()

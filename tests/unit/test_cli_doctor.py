@@ -25,7 +25,11 @@ ON_RBLN = {
     "torch": Package("2.12.0+cpu"),
     "vllm-rbln": Package(
         "0.12.0",
-        ["vllm==0.30.0+cpu", "torch-rbln<0.12.1,>=0.12.0", 'rebel-compiler<0.12.1,>=0.12.0; extra == "runtime"'],
+        [
+            "vllm==0.30.0+cpu",
+            "torch-rbln<0.12.1,>=0.12.0",
+            'rebel-compiler<0.12.1,>=0.12.0; extra == "runtime"',
+        ],
     ),
     "torch-rbln": Package("0.12.0"),
     "rebel-compiler": Package("0.12.0"),
@@ -38,7 +42,9 @@ def statuses(results: Iterator[Result]) -> dict[str, Status]:
 
 def bad(results: Iterator[Result]) -> list[Result]:
     found = [result for result in results if result.status is not Status.OK]
-    assert all(result.fix for result in found if result.status is not Status.UNKNOWN), "a problem without a fix"
+    assert all(result.fix for result in found if result.status is not Status.UNKNOWN), (
+        "a problem without a fix"
+    )
     return found
 
 
@@ -82,14 +88,21 @@ def test_versions_that_fit() -> None:
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0rc1", "0.32.1+cpu"])
 def test_vllms_that_are_served(version: str) -> None:
-    assert statuses(check_versions({"vllm": Package(version), "torch": Package("2.13.0")}))["vllm"] is Status.OK
+    assert (
+        statuses(check_versions({"vllm": Package(version), "torch": Package("2.13.0")}))["vllm"]
+        is Status.OK
+    )
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("0.29.9", Status.FAILED), ("0.33.0", Status.WARNING), ("dev", Status.UNKNOWN)]
+    ("version", "status"),
+    [("0.29.9", Status.FAILED), ("0.33.0", Status.WARNING), ("dev", Status.UNKNOWN)],
 )
 def test_vllms_that_are_not(version: str, status: Status) -> None:
-    assert statuses(check_versions({"vllm": Package(version), "torch": Package("2.13.0")}))["vllm"] is status
+    assert (
+        statuses(check_versions({"vllm": Package(version), "torch": Package("2.13.0")}))["vllm"]
+        is status
+    )
 
 
 def test_the_cpu_build_is_vllm() -> None:
@@ -110,7 +123,10 @@ def test_without_vllm_and_torch() -> None:
 
 @pytest.mark.parametrize(
     ("name", "version", "said"),
-    [("vllm", "0.32.0", "needs vllm==0.30.0+cpu, and 0.32.0"), ("rebel-compiler", "0.13.0", "rebel-compiler<0.12.1")],
+    [
+        ("vllm", "0.32.0", "needs vllm==0.30.0+cpu, and 0.32.0"),
+        ("rebel-compiler", "0.13.0", "rebel-compiler<0.12.1"),
+    ],
 )
 def test_what_does_not_fit_vllm_rbln_is_named(name: str, version: str, said: str) -> None:
     [result] = bad(check_versions({**ON_RBLN, name: Package(version)}))
@@ -132,7 +148,9 @@ def test_looking_imports_nothing() -> None:
     """A broken vLLM or vendor library must not take the doctor with it."""
     names = [name for name in ("vllm", "vllm_rbln", "rebel", "torch_rbln") if name in sys.modules]
     versions.installed()
-    assert [name for name in ("vllm", "vllm_rbln", "rebel", "torch_rbln") if name in sys.modules] == names
+    assert [
+        name for name in ("vllm", "vllm_rbln", "rebel", "torch_rbln") if name in sys.modules
+    ] == names
 
 
 # --- the host -------------------------------------------------------------------------------------------------------
@@ -163,7 +181,10 @@ def test_the_root_is_called_as_the_connector_calls_it() -> None:
 def test_memory_that_fits_and_that_does_not() -> None:
     facts = HostFacts(Left(10**10, 4 * 10**9, "this machine"))
     [result] = host.check_memory(Settings(memory=Memory(size=3 * 10**9)), facts)
-    assert (result.status, result.found) == (Status.OK, "memory.size 3GB fits: this machine has 4GB left of 10GB")
+    assert (result.status, result.found) == (
+        Status.OK,
+        "memory.size 3GB fits: this machine has 4GB left of 10GB",
+    )
     [result] = bad(host.check_memory(Settings(memory=Memory(size=5 * 10**9)), facts))
     assert "more than the 4GB of memory that this machine has left" in result.found
     assert result.fix.startswith("Set memory.size to less")
@@ -180,10 +201,16 @@ def test_a_pool_dir_that_cannot_be_used_is_not_for_want_of_memory(problem: str) 
     assert "memory.size" not in result.fix
 
 
-@pytest.mark.parametrize(("kind", "warned"), [("ext4", True), ("tmpfs", False), ("hugetlbfs", False)])
-def test_a_pool_is_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, warned: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "warned"), [("ext4", True), ("tmpfs", False), ("hugetlbfs", False)]
+)
+def test_a_pool_is_for_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, warned: bool
+) -> None:
     monkeypatch.setattr(host, "filesystem_of", lambda _: Filesystem("/", kind, "/dev/vda"))
-    assert [kind in result.found for result in bad(host.check_pool_dir(str(tmp_path)))] == [True] * warned
+    assert [kind in result.found for result in bad(host.check_pool_dir(str(tmp_path)))] == [
+        True
+    ] * warned
     assert list(host.check_pool_dir(None)) == []
 
 
@@ -199,25 +226,41 @@ def test_a_pool_is_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
     ],
 )
 def test_sizes_that_forget_their_unit(given_: dict[str, str], said: list[str]) -> None:
-    found = [result.found.partition(",")[0] for result in bad(given.check_sizes(parse(None, {}, given_).settings))]
+    found = [
+        result.found.partition(",")[0]
+        for result in bad(given.check_sizes(parse(None, {}, given_).settings))
+    ]
     assert found == said
 
 
 @pytest.mark.parametrize(
     ("given_", "said"),
     [
-        ({"disk.size": "1GB", "disk.codec": "raw"}, ["disk.size and disk.codec have no effect", "disk.paths"]),
+        (
+            {"disk.size": "1GB", "disk.codec": "raw"},
+            ["disk.size and disk.codec have no effect", "disk.paths"],
+        ),
         ({"redis.tls_ca": "/ca"}, ["redis.tls_ca has no effect", "redis.url"]),
         ({"direct.size": "1GB"}, ["direct.size has no effect", "direct.engine"]),
         ({"direct.path": "/x", "direct.size": "1GB"}, []),
-        ({"disk.paths": "/a", "disk.size": "1GB", "redis.url": "redis://h", "redis.tls_ca": "/ca"}, []),
+        (
+            {
+                "disk.paths": "/a",
+                "disk.size": "1GB",
+                "redis.url": "redis://h",
+                "redis.tls_ca": "/ca",
+            },
+            [],
+        ),
         ({"memory.size": "1GB"}, []),
     ],
 )
 def test_settings_of_tiers_that_are_off(given_: dict[str, str], said: list[str]) -> None:
     found = [result.found for result in bad(given.check_unused(parse(None, {}, given_).describe()))]
     effect, off = said or ("", "")
-    assert found == [f"{effect} unless kv_connector_extra_config sets {off}: here it is not"] * bool(said)
+    assert found == [
+        f"{effect} unless kv_connector_extra_config sets {off}: here it is not"
+    ] * bool(said)
 
 
 def test_shared_memory() -> None:
@@ -228,7 +271,9 @@ def test_shared_memory() -> None:
 
 def test_locked_memory() -> None:
     assert statuses(host.check_memlock(8 << 20, 1 << 30, [])) == {"locked memory": Status.OK}
-    assert statuses(host.check_memlock(host.UNLIMITED[0], 1 << 60, ["mooncake"])) == {"locked memory": Status.OK}
+    assert statuses(host.check_memlock(host.UNLIMITED[0], 1 << 60, ["mooncake"])) == {
+        "locked memory": Status.OK
+    }
     [result] = bad(host.check_memlock(8 << 20, 1 << 30, ["mooncake"]))
     assert "mooncake locks up to 1GiB" in result.found
 
@@ -256,7 +301,9 @@ def test_a_pool_whose_server_was_killed() -> None:
     assert [r.status for r in host.check_pools([], lambda _: True, unseen=True)] == [Status.UNKNOWN]
 
 
-def test_processes_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "1" / "fd").mkdir(parents=True)
     assert not host.has_unseen(str(tmp_path))
     monkeypatch.setattr(host.os, "access", lambda *_: False)
@@ -277,7 +324,13 @@ nonsense
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/srv/kv", "ext4"), ("/dev/shm/x", "tmpfs"), ("/dev/shmx", "ext4"), ("/mnt/nfs/kv", "xfs"), ("/mnt/nfs", "xfs")],
+    [
+        ("/srv/kv", "ext4"),
+        ("/dev/shm/x", "tmpfs"),
+        ("/dev/shmx", "ext4"),
+        ("/mnt/nfs/kv", "xfs"),
+        ("/mnt/nfs", "xfs"),
+    ],
 )
 def test_the_filesystem_of_a_path(path: str, kind: str) -> None:
     found = filesystem_of(path, MOUNTS)

@@ -130,7 +130,9 @@ def test_loading_pays_from_the_number_at_which_it_is_faster() -> None:
     assert not costs.worth(0, 900, 9)
     assert costs.pays_from(0, 100, 5000) in (19, 20), "the queue is to be waited for too"
     costs.backlog_tokens = 10_000
-    assert costs.pays_from(0, 100, 5000) == 1, "loading is done while the engine has others to compute"
+    assert costs.pays_from(0, 100, 5000) == 1, (
+        "loading is done while the engine has others to compute"
+    )
     costs.backlog_tokens = 0
     costs.reads[0].each_s = 1.0
     assert costs.pays_from(0, 100, 0) is None

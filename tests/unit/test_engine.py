@@ -37,7 +37,9 @@ def test_a_lookup_counts_from_its_start_to_the_first_hole() -> None:
 def test_a_lookup_touches_every_resident_chunk_tail_first() -> None:
     rig = Rig(slots=5, tiers=0)
     rig.put(1, 2, 4, 8, 9)
-    rig.engine.lookup(keys(1, 2, 3, 4))  # 3 is a hole; 8 and 9 are now older than 4, 4 than 2, 2 than 1
+    rig.engine.lookup(
+        keys(1, 2, 3, 4)
+    )  # 3 is a hole; 8 and 9 are now older than 4, 4 than 2, 2 than 1
     gone = []
     for i in range(20, 25):
         before = {n for n in (1, 2, 4, 8, 9) if rig.found(n)}
@@ -88,7 +90,9 @@ def test_hold_takes_what_is_there_up_to_a_hole() -> None:
     rig = Rig(tiers=0)
     rig.put(1, 3)
     leases = rig.engine.hold("r", keys(1, 2, 3))
-    assert [lease.slot for lease in leases] == [lease.slot for lease in rig.engine.hold("r", keys(1))]
+    assert [lease.slot for lease in leases] == [
+        lease.slot for lease in rig.engine.hold("r", keys(1))
+    ]
     assert rig.pool.leased == 1
 
 
@@ -209,6 +213,8 @@ def test_close_gives_everything_back(tiers: int) -> None:
     rig.put(1, 2)
     rig.engine.fetch("r", keys(7))
     rig.engine.close(5.0)
-    assert all(rig.below(1, 2, tier=i) == [False, False] for i in range(tiers))  # closed: MemoryStore is empty
+    assert all(
+        rig.below(1, 2, tier=i) == [False, False] for i in range(tiers)
+    )  # closed: MemoryStore is empty
     assert [store.calls.get("close") for store in rig.stores] == [1] * tiers
     assert [store.calls.get("write") for store in rig.stores] == [2] * tiers

@@ -17,7 +17,9 @@ from tests.unit.rig import FRAME_BYTES, MISS0, TOKENS, Rig, assert_bytes, fill, 
 @pytest.mark.parametrize("short_by", [0, FRAME_BYTES // 2])
 def test_a1_a_chunk_whose_write_failed_is_nowhere_to_be_found(short_by: int) -> None:
     rig = Rig(slots=8)
-    rig.stores[0].faults = [Fault("write", key(2), short_by=short_by, error=StoreUnavailable("disk"))]
+    rig.stores[0].faults = [
+        Fault("write", key(2), short_by=short_by, error=StoreUnavailable("disk"))
+    ]
     rig.put(1, 2, 3)
     rig.settle()
     assert rig.counter("failed_chunks", tier="t0") == 1
@@ -98,7 +100,10 @@ def test_c10_a_resident_chunk_is_found_while_others_write() -> None:
     rig.put(0)
     rng = random.Random(10)
     for step in range(2000):
-        writing = [rig.engine.reserve(key(1000 * (w + 1) + step), b"", TOKENS) for w in range(rng.randrange(16))]
+        writing = [
+            rig.engine.reserve(key(1000 * (w + 1) + step), b"", TOKENS)
+            for w in range(rng.randrange(16))
+        ]
         assert rig.engine.lookup(keys(0)) == hit(1)
         for lease in writing:
             if lease is not None:
@@ -109,7 +114,9 @@ def test_c10_a_resident_chunk_is_found_while_others_write() -> None:
     rig.assert_idle()
 
 
-def test_d10_a_request_that_is_never_admitted_costs_next_to_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_d10_a_request_that_is_never_admitted_costs_next_to_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rig = Rig(slots=64, fetch_deadline_s=0.2)
     rig.put_below(*range(8, 16))
     rig.put(*range(8))
@@ -217,14 +224,18 @@ def test_g2_chunks_looked_up_but_not_loaded_are_not_pinned() -> None:
     rig.put(*range(8))
     rig.settle()
     for i in range(8):
-        assert rig.fetch(f"r{i}", i) == hit(1)  # the device has it already; nothing more is said of this request
+        assert rig.fetch(f"r{i}", i) == hit(
+            1
+        )  # the device has it already; nothing more is said of this request
     assert rig.pool.leased == 0
     rig.put(*range(10, 18))
     rig.settle()
     rig.assert_idle()
 
 
-@pytest.mark.parametrize("faults", [[], [unavailable("write")], [Fault("write", error=OSError("full"))]])
+@pytest.mark.parametrize(
+    "faults", [[], [unavailable("write")], [Fault("write", error=OSError("full"))]]
+)
 def test_g3_a_lower_tier_leaves_no_reference_behind(faults: list[Fault]) -> None:
     rig = Rig(slots=4)
     rig.stores[0].faults = faults
@@ -295,7 +306,9 @@ def test_h1_more_fetches_than_slots_all_return_in_time() -> None:
         rig.clock.advance(0.05)
         rig.engine.poll()
         rig.settle()
-    states = [rig.fetch(owner, *numbers).state for owner, numbers in owners.items() if owner != "r0"]
+    states = [
+        rig.fetch(owner, *numbers).state for owner, numbers in owners.items() if owner != "r0"
+    ]
     assert states == [Found.MISS] * 7
     assert rig.counter("fetch_deadline_exceeded", tier="memory") == 7
     for lease in held:
@@ -331,7 +344,9 @@ def test_h4_a_write_that_never_ends_delays_nobody() -> None:
 def test_h5_a_bad_value_is_not_tried_again_by_the_same_owner(undeletable: bool) -> None:
     rig = Rig()
     rig.put_below(1)
-    rig.stores[0].faults = [Fault("read", flip_at=5000)] + ([unavailable("delete")] if undeletable else [])
+    rig.stores[0].faults = [Fault("read", flip_at=5000)] + (
+        [unavailable("delete")] if undeletable else []
+    )
     for _ in range(100):
         rig.fetch("r", 1)
         rig.run()
@@ -466,7 +481,9 @@ def test_a2_a_slot_is_not_given_away_while_it_is_read_for_nobody_any_more(how: s
         assert_bytes(lease, key(i))
 
 
-@pytest.mark.parametrize("damage", [{"flip_at": 4096 + 10}, {"flip_at": 2 * 4096 + 10}, {"short_by": 4096}])
+@pytest.mark.parametrize(
+    "damage", [{"flip_at": 4096 + 10}, {"flip_at": 2 * 4096 + 10}, {"short_by": 4096}]
+)
 def test_a10_all_parts_of_a_chunk_come_back_or_none(damage: dict[str, int]) -> None:
     """A chunk is one object: the part of one rank is not lost, evicted or damaged without the others."""
     rig = Rig(slots=20, limits=TierLimits(read_batch_bytes=FRAME_BYTES))

@@ -4,7 +4,16 @@ import pytest
 
 from kvstow import frame as f
 from kvstow.errors import FrameError
-from kvstow.frame import FrameHeader, PayloadChecksum, check, frame_spans, parse_header, seal, verify, write_header
+from kvstow.frame import (
+    FrameHeader,
+    PayloadChecksum,
+    check,
+    frame_spans,
+    parse_header,
+    seal,
+    verify,
+    write_header,
+)
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ALIGN, HEADER_BYTES, GroupLayout
 
@@ -16,7 +25,9 @@ SECRET = b"a secret of the operator's"
 CREATED = 1_700_000_000.25
 
 
-def sealed(integrity_key: bytes | None = None, *, key: ChunkKey = KEY, lossy: bool = False) -> memoryview:
+def sealed(
+    integrity_key: bytes | None = None, *, key: ChunkKey = KEY, lossy: bool = False
+) -> memoryview:
     """A frame in a slot that held something else before."""
     frame = memoryview(bytearray(b"\xee" * GROUP.frame_bytes))
     for span in GROUP.spans():
@@ -72,7 +83,9 @@ def test_the_format_is_pinned() -> None:
     assert bytes(frame[4080:4096]).hex() == "529ec11dc4208c406f973fd538d76c3c"
 
 
-@pytest.mark.parametrize("length", [0, 1, 4095, 4096, GROUP.frame_bytes - ALIGN, GROUP.frame_bytes - 1])
+@pytest.mark.parametrize(
+    "length", [0, 1, 4095, 4096, GROUP.frame_bytes - ALIGN, GROUP.frame_bytes - 1]
+)
 def test_a_truncated_frame_is_refused(length: int) -> None:
     with pytest.raises(FrameError):
         check(sealed(), length, KEY, GROUP)
@@ -123,7 +136,10 @@ def test_a9_a_slot_that_was_rewritten_during_a_read_is_a_miss() -> None:
         theirs[span.offset : span.offset + span.length] = b"\xff" * span.length
     seal(theirs, ChunkKey.build(NAMESPACE, 1, b"x" * 32), GROUP, 32, PARENT, CREATED)
     for cut in range(ALIGN, len(theirs), ALIGN):
-        for torn in (bytes(sealed()[:cut]) + bytes(theirs[cut:]), bytes(theirs[:cut]) + bytes(sealed()[cut:])):
+        for torn in (
+            bytes(sealed()[:cut]) + bytes(theirs[cut:]),
+            bytes(theirs[:cut]) + bytes(sealed()[cut:]),
+        ):
             with pytest.raises(FrameError):
                 check(memoryview(torn), len(torn), KEY, GROUP)
 
@@ -163,8 +179,12 @@ def test_a_header_with_any_field_out_of_bounds_is_refused(offset: int, value: by
         check(frame, len(frame), KEY, GROUP)
 
 
-@pytest.mark.parametrize(("offset", "span"), [(480, 0), (504, 0), (504, 4096), (504, 8192), (504, 12289)])
-def test_spans_that_overlap_or_are_not_aligned_are_refused_without_a_layout(offset: int, span: int) -> None:
+@pytest.mark.parametrize(
+    ("offset", "span"), [(480, 0), (504, 0), (504, 4096), (504, 8192), (504, 12289)]
+)
+def test_spans_that_overlap_or_are_not_aligned_are_refused_without_a_layout(
+    offset: int, span: int
+) -> None:
     frame = sealed()
     forge(frame, offset, span.to_bytes(8, "little"))
     with pytest.raises(FrameError, match="span at"):
@@ -208,7 +228,9 @@ def test_l5_a_keyed_frame_can_be_neither_forged_nor_swapped() -> None:
             check(frame, len(frame), KEY, GROUP, integrity_key=SECRET)
 
 
-def test_l5_a_keyed_frame_does_not_rest_on_a_checksum_that_can_be_collided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l5_a_keyed_frame_does_not_rest_on_a_checksum_that_can_be_collided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """XXH3 is no cryptographic hash: two payloads with one checksum are easily made. Here all have the same."""
 
     class Same:
@@ -228,7 +250,9 @@ def test_l5_a_keyed_frame_does_not_rest_on_a_checksum_that_can_be_collided(monke
 
 @pytest.mark.parametrize("integrity_key", [None, SECRET])
 @pytest.mark.parametrize("piece_bytes", [1, 1000, 4096, 1 << 20])
-def test_a_store_can_check_bytes_as_they_pass(integrity_key: bytes | None, piece_bytes: int) -> None:
+def test_a_store_can_check_bytes_as_they_pass(
+    integrity_key: bytes | None, piece_bytes: int
+) -> None:
     frame = sealed(integrity_key)
     header = parse_header(frame[:HEADER_BYTES])
     payload = PayloadChecksum(integrity_key)
@@ -248,7 +272,9 @@ def test_a_codec_builds_a_header_of_its_own() -> None:
     payload = PayloadChecksum()
     payload.update(b"abc")
     plain = parse_header(sealed()[:HEADER_BYTES])
-    mine = plain._replace(spans=frame_spans((3,)), codec_id=7, codec_parameters=b"\x01\x02", lossy=True)
+    mine = plain._replace(
+        spans=frame_spans((3,)), codec_id=7, codec_parameters=b"\x01\x02", lossy=True
+    )
     write_header(coded, mine, payload, None)
     read = parse_header(coded[:HEADER_BYTES])
     assert read == mine._replace(checksum=payload.checksum)
@@ -258,7 +284,9 @@ def test_a_codec_builds_a_header_of_its_own() -> None:
         check(coded, len(coded), KEY, GroupLayout(32, 1, (3,)))
 
 
-@pytest.mark.parametrize("change", [{"parent": b"p" * 65}, {"codec_parameters": bytes(257)}, {"spans": ()}])
+@pytest.mark.parametrize(
+    "change", [{"parent": b"p" * 65}, {"codec_parameters": bytes(257)}, {"spans": ()}]
+)
 def test_a_header_that_does_not_fit_is_not_written(change: dict[str, object]) -> None:
     header = parse_header(sealed()[:HEADER_BYTES])._replace(**change)
     with pytest.raises(ValueError):

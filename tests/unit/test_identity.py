@@ -43,24 +43,48 @@ class HFConfig:
 
 def engine(folder: Path) -> SimpleNamespace:
     hf = HFConfig(
-        _name_or_path=str(folder), transformers_version="5.16.1", num_hidden_layers=2, num_key_value_heads=2,
-        head_dim=32, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        _name_or_path=str(folder),
+        transformers_version="5.16.1",
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         text_config={"_name_or_path": "x", "width": 8},
     )
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            model=str(folder), model_weights="", hf_config=hf, hf_text_config=hf, dtype="torch.bfloat16", seed=0,
-            quantization=None, quantization_config=None, revision=None, max_model_len=4096, model_impl="auto",
-            disable_sliding_window=False, served_model_name="m", multimodal_config=None,
+            model=str(folder),
+            model_weights="",
+            hf_config=hf,
+            hf_text_config=hf,
+            dtype="torch.bfloat16",
+            seed=0,
+            quantization=None,
+            quantization_config=None,
+            revision=None,
+            max_model_len=4096,
+            model_impl="auto",
+            disable_sliding_window=False,
+            served_model_name="m",
+            multimodal_config=None,
         ),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         cache_config=SimpleNamespace(
-            cache_dtype="auto", prefix_caching_hash_algo="sha256", kv_cache_dtype_skip_layers=[],
-            gpu_memory_utilization=0.9, enable_prefix_caching=True,
+            cache_dtype="auto",
+            prefix_caching_hash_algo="sha256",
+            kv_cache_dtype_skip_layers=[],
+            gpu_memory_utilization=0.9,
+            enable_prefix_caching=True,
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1, data_parallel_size=1,
-            prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1, master_port=29500,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_size=1,
+            prefill_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+            master_port=29500,
         ),
         attention_config=SimpleNamespace(backend=None),
         device_config=SimpleNamespace(device_type="cuda"),
@@ -70,7 +94,9 @@ def engine(folder: Path) -> SimpleNamespace:
     )
 
 
-def pages(name: str = "model.layers.0", page_bytes: int = 4096, layout: str = "packed_heads.hnc") -> LayerPages:
+def pages(
+    name: str = "model.layers.0", page_bytes: int = 4096, layout: str = "packed_heads.hnc"
+) -> LayerPages:
     return LayerPages(name, page_bytes, layout)
 
 
@@ -78,7 +104,9 @@ TENSORS = {"a": b"a" * 50_000, "b": b"b" * 100, "c": b"c" * 9_000}
 SHARDS = [(GroupPages(16, (pages(), pages("model.layers.1"))),)]
 
 
-def safetensors(path: Path, tensors: dict[str, bytes], metadata: dict[str, str] | None = None) -> None:
+def safetensors(
+    path: Path, tensors: dict[str, bytes], metadata: dict[str, str] | None = None
+) -> None:
     """Write the format by hand: length, JSON header, data."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
@@ -99,7 +127,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def identity(config: Any, shards: Any = SHARDS, chunk: int = 128, backends: str = "FLASH_ATTN") -> Identity:
+def identity(
+    config: Any, shards: Any = SHARDS, chunk: int = 128, backends: str = "FLASH_ATTN"
+) -> Identity:
     return model_identity(config, shards, chunk, backends)
 
 
@@ -163,7 +193,9 @@ IRRELEVANT: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "value"), CHANGES)
-def test_b7_b8_c3_every_field_that_matters_is_a_new_namespace(path: str, value: Any, folder: Path) -> None:
+def test_b7_b8_c3_every_field_that_matters_is_a_new_namespace(
+    path: str, value: Any, folder: Path
+) -> None:
     before, config = identity(engine(folder)), engine(folder)
     set_path(config, path, value)
     after = identity(config)
@@ -213,7 +245,9 @@ def test_b8_chunk_and_backend_are_part_of_it(folder: Path) -> None:
     assert model_namespace(engine(folder), SHARDS, 128, "FLASH_ATTN") == base
 
 
-def test_b8_cpu_pages_depend_on_the_instruction_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b8_cpu_pages_depend_on_the_instruction_set(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     config = engine(folder)
@@ -228,11 +262,26 @@ def test_b8_cpu_pages_depend_on_the_instruction_set(folder: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("rope", "outer", "lengths", "namespaces"),
     [
-        ({"rope_type": "longrope", "original_max_position_embeddings": 4096}, None, [2048, 4096], 1),
-        ({"rope_type": "longrope", "original_max_position_embeddings": 4096}, None, [4096, 4097], 2),
+        (
+            {"rope_type": "longrope", "original_max_position_embeddings": 4096},
+            None,
+            [2048, 4096],
+            1,
+        ),
+        (
+            {"rope_type": "longrope", "original_max_position_embeddings": 4096},
+            None,
+            [4096, 4097],
+            2,
+        ),
         ({"rope_type": "longrope"}, 4096, [4096, 4097], 2),
         ({"type": "su"}, 4096, [4096, 4097], 2),
-        ({"full": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}, None, [4096, 4097], 2),
+        (
+            {"full": {"rope_type": "longrope", "original_max_position_embeddings": 4096}},
+            None,
+            [4096, 4097],
+            2,
+        ),
         ({"rope_type": "yarn", "original_max_position_embeddings": 4096}, None, [4096, 131072], 1),
         ({"rope_type": "yarn"}, 4096, [4096, 131072], 1),
     ],
@@ -277,7 +326,10 @@ def test_b6_the_same_weights_elsewhere_are_the_same_namespace(folder: Path, tmp_
 @pytest.mark.parametrize("seed", range(20))
 def test_every_tensor_is_sampled_in_its_middle(seed: int, tmp_path: Path) -> None:
     random_ = random.Random(seed)
-    sizes = [random_.choice([1, 100, SAMPLE_BYTES, SAMPLE_BYTES + 1, 60_000]) for _ in range(random_.randint(1, 12))]
+    sizes = [
+        random_.choice([1, 100, SAMPLE_BYTES, SAMPLE_BYTES + 1, 60_000])
+        for _ in range(random_.randint(1, 12))
+    ]
     tensors = {f"t{i}": random_.randbytes(size) for i, size in enumerate(sizes)}
     file = tmp_path / "a.safetensors"
     safetensors(file, tensors)
@@ -293,14 +345,18 @@ def test_every_tensor_is_sampled_in_its_middle(seed: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "change",
     [
-        lambda f: safetensors(f / "model.safetensors", {name.replace("a", "x"): d for name, d in TENSORS.items()}),
+        lambda f: safetensors(
+            f / "model.safetensors", {name.replace("a", "x"): d for name, d in TENSORS.items()}
+        ),
         lambda f: safetensors(f / "model.safetensors", {**TENSORS, "c": b"c" * 9_001}),
         lambda f: safetensors(f / "model.safetensors", TENSORS, {"k": "v"}),
         lambda f: safetensors(f / "more.safetensors", {"d": b"d"}),
         lambda f: (f / "model.safetensors").rename(f / "renamed.safetensors"),
     ],
 )
-def test_b6_names_shapes_and_files_are_part_of_it(change: Callable[[Path], Any], folder: Path) -> None:
+def test_b6_names_shapes_and_files_are_part_of_it(
+    change: Callable[[Path], Any], folder: Path
+) -> None:
     before = weights_digest(str(folder))
     change(folder)
     os.utime(folder / os.listdir(folder)[0], ns=(5, 5))
@@ -309,7 +365,9 @@ def test_b6_names_shapes_and_files_are_part_of_it(change: Callable[[Path], Any],
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.gguf", "odd.safetensors"])
 @pytest.mark.parametrize("at", [0, 700_000, 2_999_999])
-def test_other_formats_are_sampled_at_both_ends_and_between(name: str, at: int, tmp_path: Path) -> None:
+def test_other_formats_are_sampled_at_both_ends_and_between(
+    name: str, at: int, tmp_path: Path
+) -> None:
     data = bytearray(random.Random(1).randbytes(3_000_000))
     (tmp_path / name).write_bytes(data)
     before = weights_digest(str(tmp_path))
@@ -340,7 +398,9 @@ def test_asking_again_reads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("header", [b"{not json", b'{"a": {"x": 1}}', b"{}", b'{"a": 5}'])
-def test_a_damaged_header_is_no_identity_or_a_digest_never_a_crash(header: bytes, folder: Path) -> None:
+def test_a_damaged_header_is_no_identity_or_a_digest_never_a_crash(
+    header: bytes, folder: Path
+) -> None:
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"data")
     found = identity(engine(folder))
     assert found.not_persistent is not None or header == b"{}"
@@ -357,7 +417,9 @@ def test_local_files_are_an_identity_that_lasts(folder: Path) -> None:
 
 def test_without_files_the_immutable_revision_counts() -> None:
     config = engine(Path("no/such"))
-    assert "neither local weight files nor an immutable revision" in str(identity(config).not_persistent)
+    assert "neither local weight files nor an immutable revision" in str(
+        identity(config).not_persistent
+    )
     config.model_config.revision = "main"
     assert identity(config).not_persistent is not None
     config.model_config.revision = "a" * 40
@@ -392,7 +454,9 @@ def test_random_weights_and_run_time_scales_do_not_last(folder: Path) -> None:
 def test_a_draft_model_of_its_own_is_part_of_it(folder: Path, tmp_path: Path) -> None:
     base = identity(engine(folder)).namespace
     same = engine(folder)
-    same.speculative_config = SimpleNamespace(draft_model_config=engine(folder).model_config)  # n-gram: no other model
+    same.speculative_config = SimpleNamespace(
+        draft_model_config=engine(folder).model_config
+    )  # n-gram: no other model
     assert identity(same).namespace == base
     draft = tmp_path / "draft"
     draft.mkdir()
@@ -414,7 +478,11 @@ def test_fields_are_the_same_text_in_every_process(folder: Path) -> None:
     config = engine(folder)
     found = set()
     for _ in range(2):
-        config.model_config.quantization_config = {"odd": Odd(), "set": {"b", "a"}, "path": Path("x")}
+        config.model_config.quantization_config = {
+            "odd": Odd(),
+            "set": {"b", "a"},
+            "path": Path("x"),
+        }
         fields = identity(config).fields
         assert all("0x" not in value for value in fields.values())
         found.add(identity(config).namespace)
@@ -425,7 +493,11 @@ def test_describe_says_what_the_namespace_stands_for(folder: Path) -> None:
     described = identity(engine(folder)).describe()
     assert described["namespace"] == identity(engine(folder)).namespace.hex()
     assert described["chunk tokens"] == "128"
-    assert json.loads(described["pages 0/0"])["layers"][0] == ["model.layers.0", 4096, "packed_heads.hnc"]
+    assert json.loads(described["pages 0/0"])["layers"][0] == [
+        "model.layers.0",
+        4096,
+        "packed_heads.hnc",
+    ]
     assert all(isinstance(value, str) for value in described.values())
 
 
@@ -433,7 +505,9 @@ def test_attention_backends_are_named_once() -> None:
     layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
     other = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "CUTLASS_MLA"))
     config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={"a": layer, "b": layer, "c": other, "d": object()})
+        compilation_config=SimpleNamespace(
+            static_forward_context={"a": layer, "b": layer, "c": other, "d": object()}
+        )
     )
     assert attention_backends(config, ["a", "b", "c", "d", "missing"]) == "CUTLASS_MLA+FLASH_ATTN"
 
@@ -461,7 +535,9 @@ def test_c1_the_root_is_random_exactly_where_vllm_draws_it(
 ) -> None:
     assert root_hash_is_random(algorithm, seed) is random_root
     if random_root:
-        with pytest.raises(RuntimeError, match=r"disk.*PYTHONHASHSEED=0 in the environment of every instance"):
+        with pytest.raises(
+            RuntimeError, match=r"disk.*PYTHONHASHSEED=0 in the environment of every instance"
+        ):
             require_fixed_root(algorithm, seed, "disk")
         with pytest.raises(UnsupportedError):
             require_fixed_root(algorithm, seed, "disk")
@@ -480,7 +556,9 @@ def test_c1_the_root_is_random_exactly_where_vllm_draws_it(
     assert (resolve_none_hash_seed(function) != resolve_none_hash_seed(function)) is random_root
 
 
-def test_c1_the_seed_is_part_of_the_namespace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c1_the_seed_is_part_of_the_namespace(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = set()
     for env in ({}, {"PYTHONHASHSEED": "0"}, {"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": ""}):
         monkeypatch.setattr(settings_sources.os, "environ", env)
@@ -527,7 +605,9 @@ def test_b4_an_adapter_reloaded_with_changed_files_is_another(tmp_path: Path) ->
     assert lora_digest(str(folder)) != config
 
 
-def test_b4_an_adapter_that_changed_has_no_digest_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b4_an_adapter_that_changed_has_no_digest_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fingerprint, "MAX_REMEMBERED", 4)
     adapters, folder = Adapters(), adapter(tmp_path / "x", b"1" * 100)
     first = adapters.digest("x", str(folder))
@@ -542,7 +622,9 @@ def test_b4_an_adapter_that_changed_has_no_digest_any_more(tmp_path: Path, monke
     assert adapters.digest("x", "/nul\0") is None
 
 
-def test_an_adapters_files_are_read_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapters_files_are_read_on_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fingerprint, "_remembered", {})
     clock = ManualClock()
     executor = ManualExecutor(clock)
@@ -569,7 +651,9 @@ def test_an_adapters_files_are_read_on_another_thread(tmp_path: Path, monkeypatc
     assert not adapters.reading(str(adapter(tmp_path / "z", b"3")))
 
 
-def test_an_adapter_without_readable_files_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_without_readable_files_has_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert lora_digest(str(tmp_path / "none")) is None
     assert lora_digest("org/name-of-a-repo") is None
     (tmp_path / "no_config").mkdir()

@@ -43,7 +43,9 @@ def without_clients() -> list[str]:
 
 
 def run(*modules: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", IMPORT, *modules], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", IMPORT, *modules], capture_output=True, text=True, check=False
+    )
 
 
 def test_imports_without_vllm_torch_or_clients() -> None:

@@ -36,9 +36,20 @@ def test_the_order_of_fields_does_not_enter_the_namespace() -> None:
     "fields",
     [
         [{"a": ""}, {}],
-        [{"a": "b"}, {"ab": ""}, {"": "ab"}, {"": "a", "b": ""}],  # bytes moved between tag and value
+        [
+            {"a": "b"},
+            {"ab": ""},
+            {"": "ab"},
+            {"": "a", "b": ""},
+        ],  # bytes moved between tag and value
         [{"a": "1", "b": "2"}, {"a": "1b2"}, {"a": "1\x00b\x002"}, {"a1": "b2"}],
-        [{"m": "x/y"}, {"m": "x__y"}, {"m": "x--y"}, {"m": "x%2Fy"}, {"m/x": "y"}],  # separators and what replaces them
+        [
+            {"m": "x/y"},
+            {"m": "x__y"},
+            {"m": "x--y"},
+            {"m": "x%2Fy"},
+            {"m/x": "y"},
+        ],  # separators and what replaces them
         [{"salt": "@a"}, {"salt": "a"}, {"salt": "a@"}, {"salt": " a"}],
         [{"a": "x", "c": "z"}, {"a": "xc", "": "z"}, {"ac": "xz"}],
     ],
@@ -49,8 +60,15 @@ def test_b9_different_fields_give_different_namespaces(fields: list[dict[str, st
 
 
 def test_a_derived_namespace_is_apart_from_its_parent_and_its_siblings() -> None:
-    derived = [NAMESPACE.derive("lora", "a"), NAMESPACE.derive("lora", "b"), NAMESPACE.derive("reset", "a")]
-    assert len({NAMESPACE, *derived, derived[0].derive("reset", "1"), derived[1].derive("reset", "1")}) == 6
+    derived = [
+        NAMESPACE.derive("lora", "a"),
+        NAMESPACE.derive("lora", "b"),
+        NAMESPACE.derive("reset", "a"),
+    ]
+    assert (
+        len({NAMESPACE, *derived, derived[0].derive("reset", "1"), derived[1].derive("reset", "1")})
+        == 6
+    )
 
 
 def test_a_key_gives_back_its_parts() -> None:
@@ -79,7 +97,10 @@ def test_a_group_that_does_not_fit_is_refused() -> None:
 def test_a_key_is_the_same_alone_and_in_bulk() -> None:
     hashes = [bytes([i]) * 32 for i in range(11)]
     keys = chunk_keys(NAMESPACE, 3, hashes, 4)
-    assert keys == [ChunkKey.build(NAMESPACE, 3, hashes[3]), ChunkKey.build(NAMESPACE, 3, hashes[7])]
+    assert keys == [
+        ChunkKey.build(NAMESPACE, 3, hashes[3]),
+        ChunkKey.build(NAMESPACE, 3, hashes[7]),
+    ]
     assert chunk_keys(NAMESPACE, 3, hashes, 4, start=1) == keys[1:]
     assert chunk_keys(NAMESPACE, 3, hashes, 4, start=2) == []
     assert chunk_keys(NAMESPACE, 3, hashes[:3], 4) == []
@@ -106,11 +127,24 @@ def test_c1_c2_keys_are_the_same_in_every_process(seeds: tuple[str, ...]) -> Non
     """
     outputs = set()
     for seed in seeds:
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        run = subprocess.run([sys.executable, "-c", CHAIN], env=environment, capture_output=True, text=True, check=True)
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        run = subprocess.run(
+            [sys.executable, "-c", CHAIN],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         outputs.add(run.stdout)
     assert len(outputs) == 1
-    assert outputs.pop().split()[0] == "95fafa45b75ee6a48c614ca22cb3c32967c4208416bbd52a34b531a1be742664"
+    assert (
+        outputs.pop().split()[0]
+        == "95fafa45b75ee6a48c614ca22cb3c32967c4208416bbd52a34b531a1be742664"
+    )
 
 
 def test_the_format_is_pinned() -> None:

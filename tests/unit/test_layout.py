@@ -1,6 +1,14 @@
 import pytest
 
-from kvstow.layout import ALIGN, HEADER_BYTES, ChunkLayout, GroupLayout, Span, align_up, auto_chunk_tokens
+from kvstow.layout import (
+    ALIGN,
+    HEADER_BYTES,
+    ChunkLayout,
+    GroupLayout,
+    Span,
+    align_up,
+    auto_chunk_tokens,
+)
 
 
 @pytest.mark.parametrize(("length", "aligned"), [(0, 0), (1, 4096), (4096, 4096), (4097, 8192)])

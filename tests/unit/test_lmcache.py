@@ -45,16 +45,24 @@ Strings = dict[str, str]
 #: Of each mapped key a value, what must be given with it, and what it comes to.
 MAPPED: dict[str, tuple[str, Strings, dict[str, Any]]] = {
     "chunk_size": ("512", {}, {"chunk_size": 512}),
-    "local_cpu": ("False", {"remote_url": "redis://h"}, {"memory.size": int(DEFAULT_POOL_GIB * GIB)}),
+    "local_cpu": (
+        "False",
+        {"remote_url": "redis://h"},
+        {"memory.size": int(DEFAULT_POOL_GIB * GIB)},
+    ),
     "max_local_cpu_size": ("1.5", {}, {"memory.size": 3 * GIB // 2}),
     "local_disk": ("file:///a/,/b", {"max_local_disk_size": "2"}, {"disk.paths": ("/a", "/b")}),
     "max_local_disk_size": ("2", {"local_disk": "/a"}, {"disk.size": 2 * GIB}),
     "local_disk_path_sharding": (
-        "by_gpu", {"local_disk": "/a", "max_local_disk_size": "1"}, {"disk.spread": "device"},
+        "by_gpu",
+        {"local_disk": "/a", "max_local_disk_size": "1"},
+        {"disk.spread": "device"},
     ),
     "remote_url": ("rediss://u:p@h:1/2", {}, {"redis.url": "rediss://u:p@h:1/2"}),
     "remote_storage_plugins": (
-        "redis", {"extra_config": '{"remote_storage_plugin.redis.redis_url": "redis://r"}'}, {"redis.url": "redis://r"},
+        "redis",
+        {"extra_config": '{"remote_storage_plugin.redis.redis_url": "redis://r"}'},
+        {"redis.url": "redis://r"},
     ),
     "remote_serde": ("cachegen", {"remote_url": "redis://h"}, {"redis.codec": "cachegen"}),
     "blocking_timeout_secs": ("3", {"remote_url": "redis://h"}, {"redis.timeout_ms": 3000}),
@@ -64,21 +72,25 @@ MAPPED: dict[str, tuple[str, Strings, dict[str, Any]]] = {
     "cache_policy": ("LFU", {}, {"memory.policy": "s3fifo", "disk.policy": "s3fifo"}),
     "storage_plugins": ("RDSBackend", {}, {"direct.engine": "rds"}),
     "extra_config": (
-        '{"rds_buffer_size": 3, "rds_max_chunks": 9, "rds_failure_policy": "raise"}', {"storage_plugins": "RDSBackend"},
+        '{"rds_buffer_size": 3, "rds_max_chunks": 9, "rds_failure_policy": "raise"}',
+        {"storage_plugins": "RDSBackend"},
         {"direct.staging_size": 3 << 20, "direct.max_chunks": 9, "direct.failure_policy": "raise"},
     ),
-}  # fmt: skip
+}
 LEAVES = {leaf.key: leaf for leaf in leaves()}
 RDS = {
-    "LMCACHE_LOCAL_CPU": "False", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0", "LMCACHE_CHUNK_SIZE": "1024",
-    "LMCACHE_USE_LAYERWISE": "False", "LMCACHE_STORAGE_PLUGINS": "RDSBackend",
+    "LMCACHE_LOCAL_CPU": "False",
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "0",
+    "LMCACHE_CHUNK_SIZE": "1024",
+    "LMCACHE_USE_LAYERWISE": "False",
+    "LMCACHE_STORAGE_PLUGINS": "RDSBackend",
     "LMCACHE_EXTRA_CONFIG": """{
         "storage_plugin.RDSBackend.module_path": "lmcache_rbln.storage_plugin.rds_backend",
         "storage_plugin.RDSBackend.class_name": "RDSBackend",
         "rds_buffer_size": 2048,
         "rds_failure_policy": "ignore"
     }""",
-}  # fmt: skip
+}
 
 
 def variables(**given: str) -> dict[str, str]:
@@ -113,7 +125,9 @@ def yaml_file(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Pretends that a file holds this text."""
 
     def write(text: str) -> str:
-        monkeypatch.setattr(module, "read_yaml", lambda path, named_by: parse_yaml(text.encode(), path) or {})
+        monkeypatch.setattr(
+            module, "read_yaml", lambda path, named_by: parse_yaml(text.encode(), path) or {}
+        )
         return "/etc/lmcache.yaml"
 
     return write
@@ -143,7 +157,10 @@ def test_o1_o2_a_mapped_key_becomes_a_setting_and_its_source_is_shown(name: str)
 @pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.fate is Fate.REFUSED])
 def test_o1_a_refused_key_stops_the_start_says_why_and_may_be_off(name: str) -> None:
     error = refused(**{name: "0.5" if name == "hit_miss_ratio" else "True"})
-    assert f"LMCache's {name} (from LMCACHE_{name.upper()}) can't be served: {KEYS[name].why}. Remove it" == error
+    assert (
+        f"LMCache's {name} (from LMCACHE_{name.upper()}) can't be served: {KEYS[name].why}. Remove it"
+        == error
+    )
     effective = given(**{name: "False"})
     assert f"LMCache's {name}: off, as in kvstow" in said(effective)
 
@@ -175,14 +192,18 @@ def test_nothing_given_is_kvstows_defaults_but_for_lmcaches_pool() -> None:
     effective = parse_lmcache({}, None, workers=1)
     assert effective.settings.memory.size == int(DEFAULT_POOL_GIB * GIB)
     assert effective.sources["memory.size"] == "LMCache's default"
-    assert [key for key, source in effective.sources.items() if source != "default"] == ["memory.size"]
+    assert [key for key, source in effective.sources.items() if source != "default"] == [
+        "memory.size"
+    ]
     assert effective.settings.disk == Settings().disk
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_is_weaker_than_variables_and_those_than_vllms_command_line(yaml_file: Callable[[str], str]) -> None:
+def test_the_file_is_weaker_than_variables_and_those_than_vllms_command_line(
+    yaml_file: Callable[[str], str],
+) -> None:
     path = yaml_file("chunk_size: 1\nmax_local_cpu_size: 1\nsave_decode_cache: true\n")
     env = {"LMCACHE_CONFIG_FILE": path, **variables(chunk_size="2", max_local_cpu_size="2")}
     effective = parse_lmcache(env, {"lmcache.chunk_size": 3}, workers=1)
@@ -204,7 +225,9 @@ def test_kvstows_own_settings_win_and_that_is_said_once() -> None:
 
 
 def test_sizes_of_a_worker_become_sizes_of_an_engine_and_that_is_said() -> None:
-    effective = given(workers=8, max_local_cpu_size="20", local_disk="/a", max_local_disk_size="200")
+    effective = given(
+        workers=8, max_local_cpu_size="20", local_disk="/a", max_local_disk_size="200"
+    )
     assert (of(effective, "memory.size"), of(effective, "disk.size")) == (160 * GIB, 1600 * GIB)
     assert "kvstow's sizes are per engine: 20 GiB x 8 = memory.size 160GiB" in said(effective)
     assert "kvstow's sizes are per engine: 200 GiB x 8 = disk.size 1600GiB" in said(effective)
@@ -221,7 +244,11 @@ def test_older_names_are_taken() -> None:
 
 
 def test_o1_unknown_keys_are_named_with_the_nearest(yaml_file: Callable[[str], str]) -> None:
-    env = {"LMCACHE_CONFIG_FILE": yaml_file("chunk_sise: 1\n"), "LMCACHE_LOCAL_DISC": "/a", "LMCACHE_QQ": "1"}
+    env = {
+        "LMCACHE_CONFIG_FILE": yaml_file("chunk_sise: 1\n"),
+        "LMCACHE_LOCAL_DISC": "/a",
+        "LMCACHE_QQ": "1",
+    }
     effective = parse_lmcache(env, {"lmcache.remote_serd": "x"}, workers=1)
     assert warned(effective).splitlines() == [
         "chunk_sise in /etc/lmcache.yaml is not a key of LMCache's and is ignored; did you mean chunk_size?",
@@ -234,9 +261,14 @@ def test_o1_unknown_keys_are_named_with_the_nearest(yaml_file: Callable[[str], s
 
 def test_variables_that_are_no_keys() -> None:
     effective = parse_lmcache(
-        {"LMCACHE_LOG_LEVEL": "INFO", "LMCACHE_SERVICE_HOST": "10.0.0.1", "LMCACHE_PORT": "tcp://10.0.0.1:80"},
-        {"lmcache_rpc_port": "x", "discard_partial_chunks": False}, workers=1,
-    )  # fmt: skip
+        {
+            "LMCACHE_LOG_LEVEL": "INFO",
+            "LMCACHE_SERVICE_HOST": "10.0.0.1",
+            "LMCACHE_PORT": "tcp://10.0.0.1:80",
+        },
+        {"lmcache_rpc_port": "x", "discard_partial_chunks": False},
+        workers=1,
+    )
     assert warned(effective) == ""
     assert "LMCACHE_LOG_LEVEL is ignored: kvstow logs as vLLM does" in said(effective)
     assert "lmcache_rpc_port in kv_connector_extra_config is ignored" in said(effective)
@@ -246,7 +278,9 @@ def test_variables_that_are_no_keys() -> None:
 def test_o1_a_variable_that_asks_for_what_is_not_there_is_refused() -> None:
     with pytest.raises(SettingsError, match="set kv_role to kv_consumer"):
         parse_lmcache({"LMCACHE_FORCE_SKIP_SAVE": "1"}, None, workers=1)
-    assert parse_lmcache({"LMCACHE_FORCE_SKIP_SAVE": ""}, None, workers=1).settings == given().settings
+    assert (
+        parse_lmcache({"LMCACHE_FORCE_SKIP_SAVE": ""}, None, workers=1).settings == given().settings
+    )
 
 
 def test_o1_a_missing_file_is_named() -> None:
@@ -274,7 +308,9 @@ def test_o1_a_missing_file_is_named() -> None:
         ("extra_config", "[1]", "a mapping"),
     ],
 )
-def test_o1_a_wrong_value_names_key_source_and_what_was_expected(key: str, value: str, wanted: str) -> None:
+def test_o1_a_wrong_value_names_key_source_and_what_was_expected(
+    key: str, value: str, wanted: str
+) -> None:
     error = refused(**{key: value})
     assert f"LMCache's {key}" in error
     assert f"(from LMCACHE_{key.upper()}): expected {wanted}" in error
@@ -302,8 +338,14 @@ def test_a_relative_disk_path_is_refused_by_its_lmcache_name() -> None:
         ("redis://10.0.0.10:6379", {"redis.url": "redis://10.0.0.10:6379"}),
         ("unix:///run/redis.sock", {"redis.url": "unix:///run/redis.sock"}),
         ("valkey://h:1", {"redis.url": "redis://h:1"}),
-        ("redis-sentinel://u:p@a:1,b:2", {"redis.url": "redis://u:p@a:1,b:2", "redis.topology": "sentinel"}),
-        ("redis-cluster://a:1,redis-cluster://b:2", {"redis.url": "redis://a:1,b:2", "redis.topology": "cluster"}),
+        (
+            "redis-sentinel://u:p@a:1,b:2",
+            {"redis.url": "redis://u:p@a:1,b:2", "redis.topology": "sentinel"},
+        ),
+        (
+            "redis-cluster://a:1,redis-cluster://b:2",
+            {"redis.url": "redis://a:1,b:2", "redis.topology": "cluster"},
+        ),
     ],
 )
 def test_remote_urls(url: str, comes_to: dict[str, Any]) -> None:
@@ -314,43 +356,74 @@ def test_remote_urls(url: str, comes_to: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("url", "extra", "comes_to"),
     [
-        ("s3://b.s3.us-east-1.amazonaws.com", {"s3_region": "r"}, {"objects.url": "s3://b", "objects.region": "r"}),
+        (
+            "s3://b.s3.us-east-1.amazonaws.com",
+            {"s3_region": "r"},
+            {"objects.url": "s3://b", "objects.region": "r"},
+        ),
         ("s3://my.b.s3-us-west-2.amazonaws.com/p/q", {}, {"objects.url": "s3://my.b/p/q"}),
         ("s3://b", {}, {"objects.url": "s3://b"}),
         (
-            "s3://b.minio.internal:9000", {},
+            "s3://b.minio.internal:9000",
+            {},
             {"objects.url": "s3://b", "objects.endpoint": "https://minio.internal:9000"},
         ),
         (
-            "s3://b.minio:9000", {"disable_tls": True},
-            {"objects.url": "s3://b", "objects.endpoint": "http://minio:9000", "objects.allow_http": True},
+            "s3://b.minio:9000",
+            {"disable_tls": True},
+            {
+                "objects.url": "s3://b",
+                "objects.endpoint": "http://minio:9000",
+                "objects.allow_http": True,
+            },
         ),
         (
             "mooncakestore://h:50051/",
             {"metadata_server": "http://h/m", "mooncake_protocol": "rdma", "protocol": "tcp"},
             {
-                "mooncake.master": "h:50051", "mooncake.metadata": "http://h/m", "mooncake.protocol": "rdma",
+                "mooncake.master": "h:50051",
+                "mooncake.metadata": "http://h/m",
+                "mooncake.protocol": "rdma",
                 "mooncake.segment_size": 2 * 3_355_443_200,
             },
         ),
         (
             "mooncakestore://",
-            {"master_server_address": "h:1", "device_name": "mlx5_0", "global_segment_size": 8, "local_hostname": "n1"},
             {
-                "mooncake.master": "h:1", "mooncake.device": "mlx5_0", "mooncake.segment_size": 16,
+                "master_server_address": "h:1",
+                "device_name": "mlx5_0",
+                "global_segment_size": 8,
+                "local_hostname": "n1",
+            },
+            {
+                "mooncake.master": "h:1",
+                "mooncake.device": "mlx5_0",
+                "mooncake.segment_size": 16,
                 "mooncake.local_hostname": "n1",
             },
         ),
     ],
-)  # fmt: skip
-def test_remote_urls_of_object_stores_and_mooncake(url: str, extra: dict[str, Any], comes_to: dict[str, Any]) -> None:
-    keys = {"remote_url": url, "extra_config": extra, "remote_serde": "cachegen", "blocking_timeout_secs": 2}
+)
+def test_remote_urls_of_object_stores_and_mooncake(
+    url: str, extra: dict[str, Any], comes_to: dict[str, Any]
+) -> None:
+    keys = {
+        "remote_url": url,
+        "extra_config": extra,
+        "remote_serde": "cachegen",
+        "blocking_timeout_secs": 2,
+    }
     entries, _ = translate({key: Given(value, key) for key, value in keys.items()}, 2)
     got = {entry.key: entry.value for entry in entries}
     section = next(iter(comes_to)).partition(".")[0]
     both = {f"{section}.codec": "cachegen", f"{section}.timeout_ms": 2000}
-    assert {key: value for key, value in got.items() if key.startswith(section)} == {**comes_to, **both}
-    assert parse(None, {}, base=entries).sources[f"{section}.codec"] == "remote_serde", "and kvstow takes them"
+    assert {key: value for key, value in got.items() if key.startswith(section)} == {
+        **comes_to,
+        **both,
+    }
+    assert parse(None, {}, base=entries).sources[f"{section}.codec"] == "remote_serde", (
+        "and kvstow takes them"
+    )
 
 
 def test_mooncake_without_a_master_is_refused() -> None:
@@ -358,8 +431,12 @@ def test_mooncake_without_a_master_is_refused() -> None:
     assert "names no master" in refused(remote_storage_plugins="mooncakestore")
 
 
-@pytest.mark.parametrize("scheme", ["lm", "infinistore", "fs", "hf3fs", "azure", "bigtable", "eic", "mock", "audit"])
-def test_remote_urls_of_tiers_that_kvstow_lacks_are_refused_without_their_password(scheme: str) -> None:
+@pytest.mark.parametrize(
+    "scheme", ["lm", "infinistore", "fs", "hf3fs", "azure", "bigtable", "eic", "mock", "audit"]
+)
+def test_remote_urls_of_tiers_that_kvstow_lacks_are_refused_without_their_password(
+    scheme: str,
+) -> None:
     error = refused(remote_url=f"{scheme}://user:hunter2@host:1")
     assert f"kvstow has no {scheme}:// tier" in error
     assert "hunter2" not in error
@@ -391,7 +468,11 @@ def test_local_cpu_false_keeps_a_pool_and_says_so_and_is_refused_alone() -> None
 def test_the_rbln_block_selects_direct_storage(workers: int) -> None:
     effective = parse_lmcache(RDS, None, workers=workers)
     direct = effective.settings.direct
-    assert (direct.engine, direct.failure_policy, direct.staging_size) == ("rds", "ignore", workers * 2048 << 20)
+    assert (direct.engine, direct.failure_policy, direct.staging_size) == (
+        "rds",
+        "ignore",
+        workers * 2048 << 20,
+    )
     assert effective.sources["memory.size"] == "default"
     assert of(effective, "chunk_size") == 1024
     assert warned(effective) == ""
@@ -405,9 +486,18 @@ def test_rds_is_recognised_by_its_class_under_any_name() -> None:
 
 @pytest.mark.parametrize("name", EXTRA_MAPPED)
 def test_null_in_the_extra_config_is_unset(name: str) -> None:
-    for other in ({"storage_plugins": "RDSBackend"}, {"remote_url": "s3://bucket"}, {"local_disk": "/d"}):
+    for other in (
+        {"storage_plugins": "RDSBackend"},
+        {"remote_url": "s3://bucket"},
+        {"local_disk": "/d"},
+    ):
         without = given(**other, max_local_disk_size="1", max_local_cpu_size="1")
-        null = given(**other, max_local_disk_size="1", max_local_cpu_size="1", extra_config=f'{{"{name}": null}}')
+        null = given(
+            **other,
+            max_local_disk_size="1",
+            max_local_cpu_size="1",
+            extra_config=f'{{"{name}": null}}',
+        )
         assert null.settings == without.settings
         assert warned(null) == warned(without)
 
@@ -441,10 +531,14 @@ def test_o1_known_keys_of_extra_config_are_refused_or_ignored_with_a_line(name: 
 
 def test_o1_unknown_keys_of_extra_config_are_named_with_the_nearest() -> None:
     effective = given(extra_config='{"rds_bufer_size": 1, "redis_url": "redis://h"}')
-    assert "rds_bufer_size in LMCACHE_EXTRA_CONFIG is unknown and is ignored; did you mean rds_buffer_size?" in warned(
-        effective
+    assert (
+        "rds_bufer_size in LMCACHE_EXTRA_CONFIG is unknown and is ignored; did you mean rds_buffer_size?"
+        in warned(effective)
     )
-    assert "redis_url in LMCACHE_EXTRA_CONFIG: ignored. No tier that it belongs to is asked for" in warned(effective)
+    assert (
+        "redis_url in LMCACHE_EXTRA_CONFIG: ignored. No tier that it belongs to is asked for"
+        in warned(effective)
+    )
 
 
 def test_secrets_are_in_no_note_and_no_error(tmp_path: Path) -> None:
@@ -469,21 +563,29 @@ def test_secrets_are_in_no_note_and_no_error(tmp_path: Path) -> None:
 def test_a_settings_error_names_the_sources_of_the_settings_in_it() -> None:
     effective = given(chunk_size="256", max_local_cpu_size="1")
     with pytest.raises(SettingsError) as error, effective.named():
-        raise SettingsError("chunk_size 256 is not a multiple of vLLM's block size 48: set it to 240, or to auto")
+        raise SettingsError(
+            "chunk_size 256 is not a multiple of vLLM's block size 48: set it to 240, or to auto"
+        )
     assert str(error.value).endswith("or to auto (chunk_size is from LMCACHE_CHUNK_SIZE)")
     with pytest.raises(SettingsError, match=r"^disk\.size 1 is too little$"), effective.named():
         raise SettingsError("disk.size 1 is too little")
 
 
-@pytest.mark.parametrize("key", ["max_local_cpu_size", "max_local_disk_size", "blocking_timeout_secs"])
+@pytest.mark.parametrize(
+    "key", ["max_local_cpu_size", "max_local_disk_size", "blocking_timeout_secs"]
+)
 @pytest.mark.parametrize("value", [10**400, 1e308, "1e300", "nan", "inf", "-1", "2e9"])
 def test_numbers_that_nothing_can_be_made_of_are_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(SettingsError, match=key):
         parse_lmcache({}, {f"lmcache.{key}": value, "lmcache.local_disk": "/mnt"}, workers=2)
 
 
-@pytest.mark.parametrize("value", ["redis:hunter2@h:6379", ":hunter2@h", ["redis://:hunter2@h"], "foo://:hunter2@h"])
-def test_a_remote_url_that_is_none_is_refused_without_what_may_be_its_password(value: object) -> None:
+@pytest.mark.parametrize(
+    "value", ["redis:hunter2@h:6379", ":hunter2@h", ["redis://:hunter2@h"], "foo://:hunter2@h"]
+)
+def test_a_remote_url_that_is_none_is_refused_without_what_may_be_its_password(
+    value: object,
+) -> None:
     with pytest.raises(SettingsError, match="remote_url") as error:
         parse_lmcache({}, {"lmcache.remote_url": value}, workers=1)
     assert "hunter2" not in str(error.value)

@@ -12,7 +12,11 @@ def collect(executor: Executor, names: str, *, urgent: str = "") -> list[object]
     """Submit work named by each letter; returns the list that the letters arrive in as their ``then`` runs."""
     ends: list[object] = []
     for name in names:
-        executor.submit(lambda name=name: name, lambda value, error: ends.append(error or value), urgent=name in urgent)
+        executor.submit(
+            lambda name=name: name,
+            lambda value, error: ends.append(error or value),
+            urgent=name in urgent,
+        )
     return ends
 
 

@@ -13,7 +13,16 @@ import msgspec
 import pytest
 
 from kvstow import metrics as metrics_module
-from kvstow.metrics import BYTES_BUCKETS, MAX_SERIES, METRICS, SECONDS_BUCKETS, Metrics, MetricSpec, merge, split_series
+from kvstow.metrics import (
+    BYTES_BUCKETS,
+    MAX_SERIES,
+    METRICS,
+    SECONDS_BUCKETS,
+    Metrics,
+    MetricSpec,
+    merge,
+    split_series,
+)
 
 SOURCE = Path(metrics_module.__file__).parent
 METHODS = {"count": "counter", "gauge": "gauge", "observe": "histogram"}
@@ -35,9 +44,18 @@ def test_the_table_is_well_formed(name: str) -> None:
 
 
 def test_n6_everything_that_a_hit_rate_and_tier_use_need_is_there() -> None:
-    by_tier = ("hit_tokens", "hit_chunks", "stored_bytes", "loaded_bytes", "refused_chunks", "evicted_chunks")
+    by_tier = (
+        "hit_tokens",
+        "hit_chunks",
+        "stored_bytes",
+        "loaded_bytes",
+        "refused_chunks",
+        "evicted_chunks",
+    )
     assert all("tier" in METRICS[name].labels for name in by_tier)
-    assert {"requested_tokens", "miss_chunks", "pool_used_bytes", "pool_capacity_bytes"} <= set(METRICS)
+    assert {"requested_tokens", "miss_chunks", "pool_used_bytes", "pool_capacity_bytes"} <= set(
+        METRICS
+    )
     for histogram in ("store_seconds", "load_seconds", "store_size_bytes", "load_size_bytes"):
         assert METRICS[histogram].kind == "histogram"
 
@@ -50,7 +68,11 @@ def uses() -> list[tuple[str, str, str, set[str]]]:
             if not isinstance(node, ast.Call):
                 continue
             function = node.func
-            method = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            method = (
+                function.attr
+                if isinstance(function, ast.Attribute)
+                else getattr(function, "id", "")
+            )
             if method not in METHODS or not node.args:
                 continue
             constants = [n.value for n in ast.walk(node.args[0]) if isinstance(n, ast.Constant)]
@@ -67,7 +89,9 @@ def test_every_use_in_the_product_is_in_the_table() -> None:
     for where, method, name, labels in found:
         assert name in METRICS, f"{where}: {name} is not in METRICS"
         assert METRICS[name].kind == METHODS[method], f"{where}: {name} is a {METRICS[name].kind}"
-        assert labels == set(METRICS[name].labels), f"{where}: {name} has labels {METRICS[name].labels}, not {labels}"
+        assert labels == set(METRICS[name].labels), (
+            f"{where}: {name} has labels {METRICS[name].labels}, not {labels}"
+        )
 
 
 # --- collecting ------------------------------------------------------------------------------------------------------
@@ -82,7 +106,9 @@ def test_n1_a_scripted_trace_gives_exact_numbers_by_tier() -> None:
     m.count("refused_chunks", 1, tier="memory", reason="full")
     m.count("refused_chunks", 1, reason="full", tier="memory")
     hits = {"hit_chunks|memory": 4, "hit_chunks|disk": 2}
-    assert m.take() == {"counters": {**hits, "requested_tokens": 4096, "refused_chunks|memory|full": 2}}
+    assert m.take() == {
+        "counters": {**hits, "requested_tokens": 4096, "refused_chunks|memory|full": 2}
+    }
 
 
 def test_n2_nothing_moves_while_idle() -> None:
@@ -215,9 +241,9 @@ def test_merged_parts_are_the_whole(seed: int) -> None:
     merged = merge(merged, parts.take() or {})
     total = whole.take() or {}
     assert merged.get("counters") == total.get("counters")
-    assert {s: [[b, n] for b, n, _ in cells] for s, cells in merged.get("histograms", {}).items()} == {
-        s: [[b, n] for b, n, _ in cells] for s, cells in total.get("histograms", {}).items()
-    }
+    assert {
+        s: [[b, n] for b, n, _ in cells] for s, cells in merged.get("histograms", {}).items()
+    } == {s: [[b, n] for b, n, _ in cells] for s, cells in total.get("histograms", {}).items()}
     assert merged.get("gauges", {}) == total.get("gauges", {})
 
 
@@ -248,7 +274,9 @@ class Prom:
         )
 
     def value(self, name: str, engine: int = 0, **labels: str) -> float | None:
-        return self.registry.get_sample_value(name, {"model_name": "m", "engine": str(engine), **labels})
+        return self.registry.get_sample_value(
+            name, {"model_name": "m", "engine": str(engine), **labels}
+        )
 
 
 @pytest.fixture
@@ -282,7 +310,9 @@ def test_n1_what_is_observed_is_what_is_scraped(prom: Prom) -> None:
     assert prom.value("kvstow_load_seconds_sum", 1, tier="memory") == pytest.approx(sum(values))
     for bound in SECONDS_BUCKETS:
         below = sum(value <= bound for value in values)
-        assert prom.value("kvstow_load_seconds_bucket", 1, tier="memory", le=repr(bound)) == below, bound
+        assert (
+            prom.value("kvstow_load_seconds_bucket", 1, tier="memory", le=repr(bound)) == below
+        ), bound
     assert prom.value("kvstow_hit_chunks_total", 0, tier="memory") == 0
 
 
@@ -313,7 +343,17 @@ def test_observations_stay_in_their_bucket_whatever_the_rounding(bound: float, p
         {"counters": {"pool_used_bytes": 1}},
         {"gauges": {"waits": 1}},
         {"gauges": {"pool_used_bytes": -1}},
-        {"histograms": {"load_seconds|memory": [[0, -1, 0.0], [99, 1, 1.0], [-1, 1, 1.0], [0, 0, 0.0], [0, 1, -1.0]]}},
+        {
+            "histograms": {
+                "load_seconds|memory": [
+                    [0, -1, 0.0],
+                    [99, 1, 1.0],
+                    [-1, 1, 1.0],
+                    [0, 0, 0.0],
+                    [0, 1, -1.0],
+                ]
+            }
+        },
         {"unknown": {"x": 1}},
     ],
 )

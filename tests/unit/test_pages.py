@@ -24,7 +24,9 @@ def cut(cache: object, spec: KVSpec = SPEC) -> Pages:
 def strided(size: tuple[int, ...], order: str, axes: str) -> torch.Tensor:
     """A tensor of ``size`` whose axes ``axes`` lie in memory in ``order``."""
     by_axis = dict(zip(axes, size, strict=True))
-    return torch.zeros([by_axis[axis] for axis in order]).permute([order.index(axis) for axis in axes])
+    return torch.zeros([by_axis[axis] for axis in order]).permute(
+        [order.index(axis) for axis in axes]
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,12 +56,18 @@ def test_a4_known_layouts_by_name(layout: str, name: str, planes: int) -> None:
         pages = recognise(layer, cache, built.specs[layer], "cpu")
         assert pages.layer.layout == name
         assert len(pages.planes) == planes
-        assert sum(plane.shape[1] for plane in pages.planes) == pages.layer.page_bytes == built.specs[layer].page_bytes
+        assert (
+            sum(plane.shape[1] for plane in pages.planes)
+            == pages.layer.page_bytes
+            == built.specs[layer].page_bytes
+        )
         assert all(plane.shape[0] == 12 and plane.stride(1) == 1 for plane in pages.planes)
 
 
 def test_every_layout_of_the_kit_is_named_here() -> None:
-    [marker] = [mark for mark in test_a4_known_layouts_by_name.pytestmark if mark.name == "parametrize"]
+    [marker] = [
+        mark for mark in test_a4_known_layouts_by_name.pytestmark if mark.name == "parametrize"
+    ]
     assert {case[0] for case in marker.args[1]} == set(LAYOUTS)
 
 
@@ -82,8 +90,14 @@ def test_kernel_blocks_count_only_where_they_change_the_bytes() -> None:
 
 def test_a4_two_blocks_are_told_apart_by_the_spec() -> None:
     """[2, 7, ...] is K/V first on a device of 7 blocks, and [7, 2, ...] is not."""
-    assert cut(torch.zeros(2, 7, BS, H, D), replace(SPEC, num_blocks=7)).layer.layout == "kv_first.knhc"
-    assert cut(torch.zeros(7, 2, BS, H, D), replace(SPEC, num_blocks=7)).layer.layout == "blocks_first.knhc"
+    assert (
+        cut(torch.zeros(2, 7, BS, H, D), replace(SPEC, num_blocks=7)).layer.layout
+        == "kv_first.knhc"
+    )
+    assert (
+        cut(torch.zeros(7, 2, BS, H, D), replace(SPEC, num_blocks=7)).layer.layout
+        == "blocks_first.knhc"
+    )
 
 
 def test_a4_what_the_spec_cannot_tell_apart_is_refused() -> None:
@@ -98,7 +112,9 @@ def test_heads_equal_to_tokens_is_no_ambiguity_because_the_bytes_are_the_same() 
 
 def test_o5_content_of_another_size_is_known_by_the_pages_bytes() -> None:
     """K and V of different sizes, and latents that carry their scales (656 bytes where the latent has 576)."""
-    assert cut(torch.zeros(NB, H, BS, D + 5), replace(SPEC, page_bytes=BS * H * (D + 5) * 4)).layer.page_bytes
+    assert cut(
+        torch.zeros(NB, H, BS, D + 5), replace(SPEC, page_bytes=BS * H * (D + 5) * 4)
+    ).layer.page_bytes
     latent = KVSpec(NB, 64, 1, 576, 1, 64 * 656, mla=True)
     assert cut(torch.zeros(NB, 1, 64, 656, dtype=torch.uint8), latent).layer.page_bytes == 64 * 656
 
@@ -123,7 +139,12 @@ def test_padding_that_the_engine_counts_is_left_out() -> None:
         (torch.zeros(NB, H, BS, 4 * D)[..., ::2], "not contiguous"),
         (torch.zeros(NB, H, BS, 2 * D + 1)[..., : 2 * D], "not contiguous"),
         (torch.zeros(1, H, BS, 2 * D).expand(NB, -1, -1, -1), "overlap"),
-        (torch.zeros(NB * H * BS * 2 * D).as_strided((NB, H, BS, 2 * D), (D, BS * 2 * D, 2 * D, 1)), "overlap"),
+        (
+            torch.zeros(NB * H * BS * 2 * D).as_strided(
+                (NB, H, BS, 2 * D), (D, BS * 2 * D, 2 * D, 1)
+            ),
+            "overlap",
+        ),
         (torch.zeros(NB + 1, H, BS, 2 * D), "none of the known"),
         (torch.zeros(NB, H, BS, D), "none of the known"),
         (torch.zeros(NB, BS, H, 2 * D), "none of the known"),
@@ -132,7 +153,10 @@ def test_padding_that_the_engine_counts_is_left_out() -> None:
         (torch.tensor(1.0), "none of the known"),
         ([torch.zeros(NB, BS, H, D)] * 3, "3 tensors"),
         ((torch.zeros(NB, BS, H, D), None), "NoneType is no tensor"),
-        ((torch.zeros(NB, BS, H, D), torch.zeros(NB, H, BS, D).transpose(1, 2)), "differ in memory order"),
+        (
+            (torch.zeros(NB, BS, H, D), torch.zeros(NB, H, BS, D).transpose(1, 2)),
+            "differ in memory order",
+        ),
         ({"k": torch.zeros(NB, BS, H, D)}, "dict is no tensor"),
         (None, "NoneType"),
     ],

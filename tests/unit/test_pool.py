@@ -124,7 +124,9 @@ def test_a_slot_being_filled_is_neither_evictable_nor_to_be_leased(pool: HostPoo
             pool.lease(lease.slot)
 
 
-def test_g4_bytes_of_an_evicted_chunk_stay_until_the_last_reader_releases_and_are_free_once(pool: HostPool) -> None:
+def test_g4_bytes_of_an_evicted_chunk_stay_until_the_last_reader_releases_and_are_free_once(
+    pool: HostPool,
+) -> None:
     slots = [put(pool, fill) for fill in range(4)]
     first, second = pool.lease(slots[1]), pool.lease(slots[1])
     for slot in slots:
@@ -141,7 +143,9 @@ def test_g4_bytes_of_an_evicted_chunk_stay_until_the_last_reader_releases_and_ar
     assert pool.reserve() is None
 
 
-def test_an_evicted_chunk_cannot_be_leased_again_while_a_reader_still_holds_it(pool: HostPool) -> None:
+def test_an_evicted_chunk_cannot_be_leased_again_while_a_reader_still_holds_it(
+    pool: HostPool,
+) -> None:
     slot = put(pool)
     with pool.lease(slot):
         pool.free_slot(slot)
@@ -166,7 +170,9 @@ def test_g5_g6_a_release_by_two_paths_is_harmless(pool: HostPool) -> None:
         pool.check_integrity()
 
 
-def test_g6_an_aborted_reservation_released_twice_does_not_give_its_slot_to_two(pool: HostPool) -> None:
+def test_g6_an_aborted_reservation_released_twice_does_not_give_its_slot_to_two(
+    pool: HostPool,
+) -> None:
     lease = reserve(pool)
     lease.release()
     new = reserve(pool)
@@ -241,12 +247,20 @@ def test_check_integrity_sees(breakage: str) -> None:
 def test_m7_never_more_than_the_budget_and_all_of_it_but_a_part_of_a_slot(budget: int) -> None:
     pool = HostPool.create(LAYOUT, budget, name="test")
     assert budget - SLOT < pool.capacity_bytes <= budget
-    assert pool.capacity_bytes == pool.slots * pool.slot_bytes == len(pool.memory) == pool.ref.size_bytes
+    assert (
+        pool.capacity_bytes
+        == pool.slots * pool.slot_bytes
+        == len(pool.memory)
+        == pool.ref.size_bytes
+    )
     pool.close()
 
 
 def test_o3_a_budget_below_one_chunk_is_refused_and_the_error_says_what_to_set() -> None:
-    with pytest.raises(PoolError, match=r"memory\.size=16,383 bytes .* one chunk of 16,384 bytes .* set memory\.size"):
+    with pytest.raises(
+        PoolError,
+        match=r"memory\.size=16,383 bytes .* one chunk of 16,384 bytes .* set memory\.size",
+    ):
         HostPool.create(LAYOUT, SLOT - 1, name="test")
 
 

@@ -72,7 +72,9 @@ def test_urgent_work_overtakes_what_waits(executor: ThreadExecutor) -> None:
     held = hold(executor)
     ran: list[str] = []
     for name in "abcd":
-        executor.submit(lambda name=name: ran.append(name), lambda value, error: None, urgent=name in "bd")
+        executor.submit(
+            lambda name=name: ran.append(name), lambda value, error: None, urgent=name in "bd"
+        )
     held.go.set()
     drain(executor)
     assert ran == ["b", "d", "a", "c"]
@@ -80,7 +82,10 @@ def test_urgent_work_overtakes_what_waits(executor: ThreadExecutor) -> None:
 
 def test_the_queue_is_bounded(executor: ThreadExecutor) -> None:
     held = hold(executor)
-    accepted = [executor.submit(lambda: None, lambda value, error: None, urgent=i % 2 == 0) for i in range(6)]
+    accepted = [
+        executor.submit(lambda: None, lambda value, error: None, urgent=i % 2 == 0)
+        for i in range(6)
+    ]
     assert accepted == [True] * 4 + [False] * 2
     assert executor.outstanding == 5
     held.go.set()
@@ -173,7 +178,11 @@ def test_close_drops_what_waits_and_tells_its_then(executor: ThreadExecutor) -> 
 
 def test_threads_are_named_daemons() -> None:
     executor = ThreadExecutor("io", threads=3)
-    mine = {thread.name: thread.daemon for thread in threading.enumerate() if thread.name.startswith("kvstow-io-")}
+    mine = {
+        thread.name: thread.daemon
+        for thread in threading.enumerate()
+        if thread.name.startswith("kvstow-io-")
+    }
     assert mine == {f"kvstow-io-{i}": True for i in range(3)}
     assert executor.close(PATIENCE_S)
 

@@ -102,7 +102,11 @@ SENTINELS: dict[str, tuple[str, Any, Any]] = {
     "objects.codec": ("lossless", "lossless", "lossless"),
     "objects.threads": ("5", 5, 5),
     "mooncake.master": ("h:50051", "h:50051", "h:50051"),
-    "mooncake.metadata": ("http://h:8080/metadata", "http://h:8080/metadata", "http://h:8080/metadata"),
+    "mooncake.metadata": (
+        "http://h:8080/metadata",
+        "http://h:8080/metadata",
+        "http://h:8080/metadata",
+    ),
     "mooncake.protocol": ("rdma", "rdma", "rdma"),
     "mooncake.device": ("mlx5_0", "mlx5_0", "mlx5_0"),
     "mooncake.local_hostname": ("10.0.0.1", "10.0.0.1", "10.0.0.1"),
@@ -133,7 +137,9 @@ def yaml_file(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return files
 
 
-def refused(file: str | None = None, env: dict[str, str] | None = None, extra: dict[str, Any] | None = None) -> str:
+def refused(
+    file: str | None = None, env: dict[str, str] | None = None, extra: dict[str, Any] | None = None
+) -> str:
     with pytest.raises(SettingsError) as error:
         parse(file, env or {}, extra)
     return str(error.value)
@@ -153,7 +159,9 @@ def test_defaults_are_the_structs() -> None:
 
 
 @pytest.mark.parametrize("key", KNOWN)
-def test_o2_every_setting_takes_effect_from_every_source(key: str, yaml_file: dict[str, str]) -> None:
+def test_o2_every_setting_takes_effect_from_every_source(
+    key: str, yaml_file: dict[str, str]
+) -> None:
     text, raw, value = SENTINELS[key]
     leaf = KNOWN[key]
     assert value != leaf.default
@@ -173,13 +181,17 @@ def test_o2_every_setting_takes_effect_from_every_source(key: str, yaml_file: di
         assert f"{key}={leaf.show(value)} ({source})" in effective.one_line()
 
 
-def test_precedence_rises_from_file_to_environment_to_extra_config(yaml_file: dict[str, str]) -> None:
+def test_precedence_rises_from_file_to_environment_to_extra_config(
+    yaml_file: dict[str, str],
+) -> None:
     yaml_file["f"] = "chunk_size: 1\nfetch.deadline_ms: 1\nmemory:\n  size: 1GB\n  policy: s3fifo\n"
     env = {"KVSTOW_FETCH_DEADLINE_MS": "2", "KVSTOW_MEMORY_SIZE": "2GB"}
     effective = parse("f", env, {"memory": {"size": "3GB"}})
     memory = Memory(size=3 * 10**9, policy="s3fifo")
     assert effective.settings == Settings(chunk_size=1, fetch=Fetch(deadline_ms=2), memory=memory)
-    assert {k: s for k, s in effective.sources.items() if s != "default" or k.startswith("memory.")} == {
+    assert {
+        k: s for k, s in effective.sources.items() if s != "default" or k.startswith("memory.")
+    } == {
         "chunk_size": "f",
         "fetch.deadline_ms": "KVSTOW_FETCH_DEADLINE_MS",
         "memory.size": EXTRA_CONFIG,
@@ -241,7 +253,9 @@ def test_the_process_environment_is_read_by_load_only(monkeypatch: pytest.Monkey
         ("save_decode_cache", "save_decode"),
     ],
 )
-def test_o1_unknown_keys_name_source_and_nearest(key: str, nearest: str, yaml_file: dict[str, str]) -> None:
+def test_o1_unknown_keys_name_source_and_nearest(
+    key: str, nearest: str, yaml_file: dict[str, str]
+) -> None:
     yaml_file["/etc/kv.yaml"] = f"{key}: 1"
     for message, source in (
         (refused("/etc/kv.yaml"), "/etc/kv.yaml"),
@@ -290,7 +304,9 @@ def test_o1_where_nothing_is_near_the_list_is_named() -> None:
         ("memory.pool_dir", "  ", "empty"),
     ],
 )
-def test_o1_wrong_values_name_key_value_source_and_what_is_accepted(key: str, value: Any, expected: str) -> None:
+def test_o1_wrong_values_name_key_value_source_and_what_is_accepted(
+    key: str, value: Any, expected: str
+) -> None:
     message = refused(extra={key: value})
     assert message.startswith(f"setting {key} = ")
     assert EXTRA_CONFIG in message
@@ -304,7 +320,10 @@ def test_o1_a_variable_set_to_nothing_is_refused(name: str, value: str) -> None:
 
 
 def test_o1_text_of_the_environment_is_converted_but_checked() -> None:
-    assert parse(None, {"KVSTOW_CHUNK_SIZE": "128", "KVSTOW_SAVE_DECODE": "TRUE"}).settings.chunk_size == 128
+    assert (
+        parse(None, {"KVSTOW_CHUNK_SIZE": "128", "KVSTOW_SAVE_DECODE": "TRUE"}).settings.chunk_size
+        == 128
+    )
     assert "(from KVSTOW_CHUNK_SIZE)" in refused(env={"KVSTOW_CHUNK_SIZE": "many"})
     assert "(from KVSTOW_SAVE_DECODE)" in refused(env={"KVSTOW_SAVE_DECODE": "perhaps"})
 
@@ -325,7 +344,17 @@ def test_o1_a_key_given_twice(yaml_file: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["a: [1", "- 1", "text", "5", "a: !!python/object/apply:os.abort []", "d: 2024-99-99", "[" * 5000, "a: *b", "\x00"],
+    [
+        "a: [1",
+        "- 1",
+        "text",
+        "5",
+        "a: !!python/object/apply:os.abort []",
+        "d: 2024-99-99",
+        "[" * 5000,
+        "a: *b",
+        "\x00",
+    ],
 )
 def test_o1_what_is_not_a_mapping_of_yaml(content: str, tmp_path: Any) -> None:
     file = tmp_path / "kv.yaml"
@@ -347,10 +376,19 @@ def test_o1_an_unreadable_file_is_named_with_its_variable(tmp_path: Any) -> None
 
 @pytest.mark.parametrize(
     "content",
-    ["url: redis://:hunter2@h: [", "redis.url: *hunter2", "redis.url: !hunter2 x", "a: !hunter2!x y", "%hunter2",
-     "redis.url: \"\\qhunter2\"", "redis.url: !!int hunter2", "'redis://:hunter2@h': 1", "{redis: {':hunter2@h': 1}}",
-     "redis://:hunter2@h: 1\nredis://:hunter2@h: 1"],
-)  # fmt: skip
+    [
+        "url: redis://:hunter2@h: [",
+        "redis.url: *hunter2",
+        "redis.url: !hunter2 x",
+        "a: !hunter2!x y",
+        "%hunter2",
+        'redis.url: "\\qhunter2"',
+        "redis.url: !!int hunter2",
+        "'redis://:hunter2@h': 1",
+        "{redis: {':hunter2@h': 1}}",
+        "redis://:hunter2@h: 1\nredis://:hunter2@h: 1",
+    ],
+)
 def test_errors_of_a_file_do_not_quote_what_may_be_a_password(content: str, tmp_path: Any) -> None:
     file = tmp_path / "kv.yaml"
     file.write_text(f"{content}\n")
@@ -359,9 +397,15 @@ def test_errors_of_a_file_do_not_quote_what_may_be_a_password(content: str, tmp_
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"memory: {size: \xe9}", "it is no text in UTF-8"), (b"[" * 9999, "it is nested too deeply"),
-     (b"{\n\t'memory': {}}", ", line 2 isn't valid YAML: found character '\\t' that cannot start any token. Indent")],
-)  # fmt: skip
+    [
+        (b"memory: {size: \xe9}", "it is no text in UTF-8"),
+        (b"[" * 9999, "it is nested too deeply"),
+        (
+            b"{\n\t'memory': {}}",
+            ", line 2 isn't valid YAML: found character '\\t' that cannot start any token. Indent",
+        ),
+    ],
+)
 def test_o1_what_is_wrong_with_a_file_is_said(content: bytes, said: str, tmp_path: Any) -> None:
     file = tmp_path / "kv.yaml"
     file.write_bytes(content)
@@ -408,7 +452,23 @@ def test_sizes(text: object, size: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(-1, "-5GB", "", "GB", "5XB", "5iB", "1e3", "1,5GB", "5GB 3", "0x10", "nan", "inf", "9999PB", 1 << 63, 1e30),
+        *(
+            -1,
+            "-5GB",
+            "",
+            "GB",
+            "5XB",
+            "5iB",
+            "1e3",
+            "1,5GB",
+            "5GB 3",
+            "0x10",
+            "nan",
+            "inf",
+            "9999PB",
+            1 << 63,
+            1e30,
+        ),
         *(-0.5, 0.5, "0.0001kB", float("nan"), float("inf"), True, None, [5], b"5", "５GB"),
     ],
 )
@@ -462,7 +522,15 @@ def test_secrets_are_masked(url: str, shown: str) -> None:
 @pytest.mark.parametrize("key", [leaf.key for leaf in leaves() if leaf.kind != OPTIONS])
 def test_a_password_in_the_wrong_place_does_not_show_either(key: str) -> None:
     url = "redis://u:hunter2@h:1/0"
-    for value in (url, [url], {"password": "hunter2"}, {url: 1}, "u:hunter2@h", "x" * 50 + url, f'{{"a": "{url}"}}'):
+    for value in (
+        url,
+        [url],
+        {"password": "hunter2"},
+        {url: 1},
+        "u:hunter2@h",
+        "x" * 50 + url,
+        f'{{"a": "{url}"}}',
+    ):
         try:
             effective = parse(None, {}, {key: value})
             shown = effective.one_line() + str(effective.describe())
@@ -487,7 +555,12 @@ def test_a_secret_setting_never_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("chunk", "block", "valid"),
-    [(100, 16, "96 or 112"), (10, 16, "16"), (200, 128, "128 or 256"), (1500, 1024, "1024 or 2048")],
+    [
+        (100, 16, "96 or 112"),
+        (10, 16, "16"),
+        (200, 128, "128 or 256"),
+        (1500, 1024, "1024 or 2048"),
+    ],
 )
 def test_o3_a_chunk_that_is_no_multiple_of_the_block(chunk: int, block: int, valid: str) -> None:
     with pytest.raises(SettingsError) as error:
@@ -532,12 +605,16 @@ def test_h9_a_pool_above_memory_names_setting_number_and_fix() -> None:
     assert "memory.size" in left
     assert "8GB of memory that this machine has left" in left
     assert "docker run --memory" in left
-    assert "17GB is more than the 16GB of memory that this machine has." in refused_host(17 * GB, FACTS)
+    assert "17GB is more than the 16GB of memory that this machine has." in refused_host(
+        17 * GB, FACTS
+    )
 
 
 def test_h9_the_sum_over_engines_must_fit_the_machine() -> None:
     check_host(Settings(memory=Memory(size=4 * GB)), FACTS, engines=4)
-    assert "5GB for each of 4 engines on this host is more than the 16GB" in refused_host(5 * GB, FACTS, engines=4)
+    assert "5GB for each of 4 engines on this host is more than the 16GB" in refused_host(
+        5 * GB, FACTS, engines=4
+    )
 
 
 def test_h9_a_pool_directory_too_small_names_the_container_option() -> None:
@@ -562,7 +639,9 @@ def test_unknown_memory_is_not_a_reason_to_refuse() -> None:
     check_host(Settings(memory=Memory(size=1 << 60)), HostFacts(None))
 
 
-MEMINFO = "MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\nHugePages_Total: 0\n"
+MEMINFO = (
+    "MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\nHugePages_Total: 0\n"
+)
 MACHINE = HostMemory(16_000_000 << 10, 8_000_000 << 10, "this machine")
 COMMITTED = MEMINFO + "CommitLimit:    9000000 kB\nCommitted_AS:   {} kB\n"
 STRICT = "this machine (vm.overcommit_memory=2)"
@@ -575,9 +654,19 @@ STRICT = "this machine (vm.overcommit_memory=2)"
         ({"/proc/meminfo": MEMINFO}, MACHINE),
         ({"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/\n"}, MACHINE),
         *(
-            ({"/proc/meminfo": COMMITTED.format(used), "/proc/sys/vm/overcommit_memory": f"{mode}\n"}, expected)
+            (
+                {
+                    "/proc/meminfo": COMMITTED.format(used),
+                    "/proc/sys/vm/overcommit_memory": f"{mode}\n",
+                },
+                expected,
+            )
             for used, mode, expected in (
-                (8_500_000, 2, HostMemory(9_000_000 << 10, 500_000 << 10, STRICT)),  # the kernel refuses more
+                (
+                    8_500_000,
+                    2,
+                    HostMemory(9_000_000 << 10, 500_000 << 10, STRICT),
+                ),  # the kernel refuses more
                 (9_500_000, 2, HostMemory(9_000_000 << 10, 0, STRICT)),
                 (8_500_000, 0, MACHINE),
             )
@@ -613,7 +702,9 @@ STRICT = "this machine (vm.overcommit_memory=2)"
                 "/sys/fs/cgroup/memory/memory.usage_in_bytes": "3900000000",
                 "/sys/fs/cgroup/memory/memory.stat": "total_inactive_file 100000000\ntotal_active_file 0\n",
             },
-            HostMemory(4 * GB, GB // 5, "the container (/sys/fs/cgroup/memory/memory.limit_in_bytes)"),
+            HostMemory(
+                4 * GB, GB // 5, "the container (/sys/fs/cgroup/memory/memory.limit_in_bytes)"
+            ),
         ),
         (  # v1 without a limit, beside v2 without the controller
             {
@@ -657,10 +748,14 @@ def test_a_disk_tier_holds_some_chunks_in_each_directory() -> None:
     least = 2 * MIN_CHUNKS * frame
     check_disk(parse(None, {}, {"disk": {"paths": ["/a", "/b"], "size": least}}).settings, frame)
     with pytest.raises(SettingsError, match=r"over 2 paths is less than 4 chunks of 4MiB in each"):
-        check_disk(parse(None, {}, {"disk": {"paths": ["/a", "/b"], "size": least - 1}}).settings, frame)
+        check_disk(
+            parse(None, {}, {"disk": {"paths": ["/a", "/b"], "size": least - 1}}).settings, frame
+        )
 
 
-@pytest.mark.parametrize("wrong", ["relative", "/a,", "/a,/a", "/a,/a/", "/a,/b/../a", ["/a", 3], 7, [""], "/a,./b"])
+@pytest.mark.parametrize(
+    "wrong", ["relative", "/a,", "/a,/a", "/a,/a/", "/a,/b/../a", ["/a", 3], 7, [""], "/a,./b"]
+)
 def test_wrong_paths_are_refused(wrong: object) -> None:
     with pytest.raises(SettingsError, match=r"disk\.paths"):
         parse(None, {}, {"disk.paths": wrong})

@@ -14,14 +14,48 @@ SOURCE = Path(kvstow.__file__).parent
 FILES = [path for path in SOURCE.rglob("*.py") if "testing" not in path.parts]
 
 RUNS_WHAT_IT_READS = {
-    "pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "eval", "exec",
-    "torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "__import__",
-}  # fmt: skip
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "eval",
+    "exec",
+    "torch.load",
+    "np.load",
+    "numpy.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "__import__",
+}
 COLLECTIVES = {
-    "torch.distributed", "all_reduce", "all_gather", "all_gather_object", "all_to_all", "barrier", "broadcast",
-    "broadcast_object", "broadcast_object_list", "reduce_scatter", "monitored_barrier",
-}  # fmt: skip
-SERVES = {"socketserver", "http.server", "xmlrpc.server", "wsgiref", "aiohttp", "fastapi", "flask", "uvicorn", "zmq"}
+    "torch.distributed",
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_object_list",
+    "reduce_scatter",
+    "monitored_barrier",
+}
+SERVES = {
+    "socketserver",
+    "http.server",
+    "xmlrpc.server",
+    "wsgiref",
+    "aiohttp",
+    "fastapi",
+    "flask",
+    "uvicorn",
+    "zmq",
+}
 LISTENS = {"listen", "create_server", "start_server", "start_unix_server"}
 
 

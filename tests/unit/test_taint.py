@@ -15,19 +15,23 @@ def request() -> Tracked:
     return Tracked(SimpleNamespace(block_hashes=[], num_prompt_tokens=0), RULES, None, True, True)  # type: ignore[arg-type]
 
 
-def output(new: dict[str, tuple[list[int], int]], cached: dict[str, Any] | None = None, resumed: str = "") -> Any:
+def output(
+    new: dict[str, tuple[list[int], int]], cached: dict[str, Any] | None = None, resumed: str = ""
+) -> Any:
     """``new``: blocks and computed tokens; ``cached``: new blocks or None, and computed tokens."""
     cached = cached or {}
     return SimpleNamespace(
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=r, block_ids=(blocks,), num_computed_tokens=n) for r, (blocks, n) in new.items()
+            SimpleNamespace(req_id=r, block_ids=(blocks,), num_computed_tokens=n)
+            for r, (blocks, n) in new.items()
         ],
         scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(cached), resumed_req_ids=set(resumed.split()),
+            req_ids=list(cached),
+            resumed_req_ids=set(resumed.split()),
             new_block_ids=[None if b is None else (b,) for b, _ in cached.values()],
             num_computed_tokens=[n for _, n in cached.values()],
         ),
-    )  # fmt: skip
+    )
 
 
 def test_what_is_computed_on_a_lossy_block_is_tainted_and_taints() -> None:

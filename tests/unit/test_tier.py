@@ -52,7 +52,11 @@ def test_what_is_written_is_held_read_back_and_counted() -> None:
     work(rig)
     assert good == [True]
     assert_bytes(lease, key(1))
-    assert rig.counter("stored_bytes", tier="t0") == rig.counter("loaded_bytes", tier="t0") == FRAME_BYTES
+    assert (
+        rig.counter("stored_bytes", tier="t0")
+        == rig.counter("loaded_bytes", tier="t0")
+        == FRAME_BYTES
+    )
     assert rig.counter("stored_chunks", tier="t0") == rig.counter("loaded_chunks", tier="t0") == 1
 
 
@@ -68,7 +72,10 @@ def test_reads_tell_whole_missing_and_corrupt_apart_and_delete_the_corrupt() -> 
         Fault("read", key(5), flip_at=100),
     ]
     leases = [rig.pool.reserve() for _ in range(5)]
-    tier.read([(k, lease) for k, lease in zip(keys(1, 2, 3, 4, 5), leases, strict=True) if lease], good.extend)
+    tier.read(
+        [(k, lease) for k, lease in zip(keys(1, 2, 3, 4, 5), leases, strict=True) if lease],
+        good.extend,
+    )
     work(rig)
     assert good == [True, False, False, False, False]
     assert rig.below(1, 2, 3, 4, 5) == [True, False, False, False, False]
@@ -117,7 +124,8 @@ def test_probes_learn_and_unlearn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"), [(None, "unavailable"), (StoreRefused("no"), "refused"), (OSError(), "error")]
+    ("error", "reason"),
+    [(None, "unavailable"), (StoreRefused("no"), "refused"), (OSError(), "error")],
 )
 def test_failures_are_misses_with_a_reason(error: Exception | None, reason: str) -> None:
     rig = Rig()
@@ -167,7 +175,9 @@ def test_what_is_queued_is_bounded_in_seconds_from_the_first_write_on() -> None:
 
 
 def test_the_bound_in_seconds_follows_the_speed_of_the_writes_that_ended() -> None:
-    rig = Rig(slots=2000, limits=TierLimits(max_queued_s=10.1, assumed_write_bytes_s=FRAME_BYTES / 5.0))
+    rig = Rig(
+        slots=2000, limits=TierLimits(max_queued_s=10.1, assumed_write_bytes_s=FRAME_BYTES / 5.0)
+    )
     writes_taking(rig, 0.5)
     for _ in range(100):
         taken(rig, 1)
@@ -197,7 +207,10 @@ def test_writes_that_run_at_once_count_once() -> None:
 
 
 def test_an_empty_queue_takes_a_write_however_slow_the_tier_was() -> None:
-    rig = Rig(slots=500, limits=TierLimits(max_queued_s=10.0, hung_after_s=1e6, assumed_write_bytes_s=FRAME_BYTES))
+    rig = Rig(
+        slots=500,
+        limits=TierLimits(max_queued_s=10.0, hung_after_s=1e6, assumed_write_bytes_s=FRAME_BYTES),
+    )
     writes_taking(rig, 3600.0)
     assert taken(rig, 8) == 8
     assert taken(rig, 8) == 1, "or it would never be known that the tier is fast again"
@@ -208,7 +221,10 @@ def test_an_empty_queue_takes_a_write_however_slow_the_tier_was() -> None:
 
 
 def test_a_failed_or_rejected_write_says_nothing_of_the_speed() -> None:
-    rig = Rig(slots=500, limits=TierLimits(assumed_write_bytes_s=FRAME_BYTES / 5.0, breaker_failures=10**6))
+    rig = Rig(
+        slots=500,
+        limits=TierLimits(assumed_write_bytes_s=FRAME_BYTES / 5.0, breaker_failures=10**6),
+    )
     rig.inners[0].write([(key(1), [memoryview(b"there already")])])
     for _ in range(100):
         write(rig, 1)
@@ -310,7 +326,9 @@ def test_what_is_known_is_bounded_and_forgets_the_oldest() -> None:
     assert [tier.holds(k) for k in keys(1, 2, 3)] == [True, False, True]
 
 
-def test_a_hung_call_puts_the_tier_out_of_use_until_it_returns(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hung_call_puts_the_tier_out_of_use_until_it_returns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rig = Rig(limits=TierLimits(hung_after_s=10.0))
     tier = rig.tiers[0]
     states: list[BreakerState] = []
@@ -336,7 +354,10 @@ def test_a_hung_call_puts_the_tier_out_of_use_until_it_returns(caplog: pytest.Lo
     tier.poll()
     assert tier.usable
     assert rig.gauge("tier_state|t0") == 0
-    assert [r.getMessage() for r in caplog.records] == ["Tier t0 is bypassed: a call hangs", "Tier t0 is in use again"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "Tier t0 is bypassed: a call hangs",
+        "Tier t0 is in use again",
+    ]
 
 
 def test_the_breaker_is_shown_once_a_change(caplog: pytest.LogCaptureFixture) -> None:
@@ -400,7 +421,9 @@ def test_an_integrity_key_refuses_what_is_not_keyed_with_it() -> None:
     assert good == [False]
 
 
-def test_corrupt_values_are_set_aside_as_the_tier_was_told_and_those_found_elsewhere_counted() -> None:
+def test_corrupt_values_are_set_aside_as_the_tier_was_told_and_those_found_elsewhere_counted() -> (
+    None
+):
     rig = Rig(slots=4, tiers=1)
     [tier] = rig.tiers
     aside: list[object] = []

@@ -14,7 +14,19 @@ from kvstow.pool import HostPool
 from kvstow.testing.manual import ManualClock, ManualExecutor
 from kvstow.testing.memory_store import MemoryStore
 from kvstow.tier import Tier
-from tests.unit.codec.kv import CODED, FRAME_BYTES, GROUP, LAYOUT, TOKENS, coder, filled, key, near, payload, spans_of
+from tests.unit.codec.kv import (
+    CODED,
+    FRAME_BYTES,
+    GROUP,
+    LAYOUT,
+    TOKENS,
+    coder,
+    filled,
+    key,
+    near,
+    payload,
+    spans_of,
+)
 
 KEY = b"k" * 32
 
@@ -22,23 +34,32 @@ KEY = b"k" * 32
 class One:
     """A tier over ``store``, with a codec."""
 
-    def __init__(self, name: str | None, store: MemoryStore | None = None, integrity_key: bytes | None = None) -> None:
+    def __init__(
+        self, name: str | None, store: MemoryStore | None = None, integrity_key: bytes | None = None
+    ) -> None:
         self.clock, self.metrics, self.executor = ManualClock(), Metrics(), ManualExecutor()
         self.store = store or MemoryStore()
         self.pool = HostPool.create(LAYOUT, 8 * FRAME_BYTES, name="one")
         self.integrity_key = integrity_key
         self.removed: list[object] = []
         self.tier = Tier(
-            *("t", self.store, self.executor), layout=LAYOUT, clock=self.clock, metrics=self.metrics,
-            coder=None if name is None else coder(name), integrity_key=integrity_key, set_aside=self.removed.extend,
-        )  # fmt: skip
+            *("t", self.store, self.executor),
+            layout=LAYOUT,
+            clock=self.clock,
+            metrics=self.metrics,
+            coder=None if name is None else coder(name),
+            integrity_key=integrity_key,
+            set_aside=self.removed.extend,
+        )
         self.taken: dict[str, dict[str, float]] = {}
 
     def write(self, seed: int) -> bool:
         lease, wrote = self.pool.reserve(), []  # type: ignore[var-annotated]
         assert lease is not None
         filled(lease.view(), seed)
-        frame.seal(lease.view(), key(seed), GROUP, TOKENS, b"", 0.0, integrity_key=self.integrity_key)
+        frame.seal(
+            lease.view(), key(seed), GROUP, TOKENS, b"", 0.0, integrity_key=self.integrity_key
+        )
         assert self.tier.write(key(seed), lease, wrote.append) is not None
         self.executor.run_all()
         self.tier.poll()
@@ -83,7 +104,9 @@ def test_what_a_tier_stores_and_gives_back(name: str, integrity_key: bytes | Non
 
 @pytest.mark.parametrize("reader", ["raw", *CODED])
 @pytest.mark.parametrize("writer", ["raw", *CODED])
-def test_frames_of_another_setting_are_read_and_lossy_ones_in_exact_tiers_make_room(writer: str, reader: str) -> None:
+def test_frames_of_another_setting_are_read_and_lossy_ones_in_exact_tiers_make_room(
+    writer: str, reader: str
+) -> None:
     store = MemoryStore()
     assert One(writer, store).write(1)
     one = One(reader, store)
@@ -131,13 +154,17 @@ def test_what_a_tier_has_is_not_coded_again(monkeypatch: pytest.MonkeyPatch) -> 
     one = One("cachegen")
     assert one.write(1)
     before = one.stored(1)
-    monkeypatch.setattr(type(one.tier._moves.coder), "encode", lambda *_: pytest.fail("coded again"))
+    monkeypatch.setattr(
+        type(one.tier._moves.coder), "encode", lambda *_: pytest.fail("coded again")
+    )
     assert one.write(1)
     assert one.stored(1) == before
     assert one.counter("refused_chunks|t|rejected") == 1
 
 
-def test_a15_a_codec_that_fails_is_a_failed_store_and_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a15_a_codec_that_fails_is_a_failed_store_and_a_miss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one, coding = One("lossless"), coder("lossless")
     one.tier.use(coding, None)
     encode = type(coding._codec).encode

@@ -117,7 +117,11 @@ def test_tiers_are_asked_in_order_and_the_first_that_has_it_wins() -> None:
 
 
 def test_a_tier_that_fails_passes_on_to_the_next() -> None:
-    for faults in ([unavailable("read")], [Fault("read", short_by=1)], [Fault("read", flip_at=5000)]):
+    for faults in (
+        [unavailable("read")],
+        [Fault("read", short_by=1)],
+        [Fault("read", flip_at=5000)],
+    ):
         rig = Rig(tiers=2)
         rig.put_below(1, tier=0)
         rig.put_below(1, tier=1)
@@ -297,7 +301,9 @@ def test_a_read_that_had_begun_ends_as_an_ordinary_chunk() -> None:
 
 
 def test_bytes_in_flight_are_bounded_and_the_rest_follows() -> None:
-    rig = Rig(slots=20, limits=TierLimits(max_read_bytes=2 * FRAME_BYTES, read_batch_bytes=FRAME_BYTES))
+    rig = Rig(
+        slots=20, limits=TierLimits(max_read_bytes=2 * FRAME_BYTES, read_batch_bytes=FRAME_BYTES)
+    )
     rig.put_below(*range(6))
     rig.fetch("r", *range(6))
     rig.run()

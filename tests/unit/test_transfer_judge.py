@@ -71,7 +71,9 @@ def test_without_estimates_progress_prolongs_the_wait_up_to_a_limit() -> None:
 
 
 def test_without_estimates_a_slow_tier_is_left_after_the_first_wait() -> None:
-    rig = Rig(slots=80, limits=ONE_A_READ, max_fetch_share=1.0)  # 32 tokens in 50 ms: slower than most compute
+    rig = Rig(
+        slots=80, limits=ONE_A_READ, max_fetch_share=1.0
+    )  # 32 tokens in 50 ms: slower than most compute
     chunks = list(range(60))
     rig.put_below(*chunks)
     assert pending(rig, "r", *chunks)
@@ -182,7 +184,9 @@ def test_nobody_new_waits_behind_a_read_that_is_overdue() -> None:
     assert pending(rig, "r", *range(10))
     rig.run()
     rig.clock.advance(5.0)
-    assert pending(rig, "s", *range(10, 20)), "it is asked: nothing says yet that the tier is late for this"
+    assert pending(rig, "s", *range(10, 20)), (
+        "it is asked: nothing says yet that the tier is late for this"
+    )
     rig.executors[0].run(10)  # the answer overtakes the reads
     rig.engine.poll()
     assert rig.fetch("s", *range(10, 20)) == MISS0
@@ -305,7 +309,9 @@ def test_queues_are_empty_when_nothing_is_under_way() -> None:
 
 
 def test_a_fixed_least_number_counts_what_has_come_already() -> None:
-    rig = Rig(slots=40, tiers=2, limits=ONE_A_READ, max_fetch_share=1.0, fetch_min_tokens=4 * TOKENS)
+    rig = Rig(
+        slots=40, tiers=2, limits=ONE_A_READ, max_fetch_share=1.0, fetch_min_tokens=4 * TOKENS
+    )
     rig.put_below(0, 1, 2, 3, tier=0)
     rig.put_below(4, tier=1)
     assert pending(rig, "r", *range(5))

@@ -1,9 +1,23 @@
 """The composition root: settings in, engine out. The only package that knows every concrete part."""
 
 from kvstow.build.codec import codec_names
-from kvstow.build.direct import build_direct, check_direct, direct_executor, file_media, load_rds, rds_media
+from kvstow.build.direct import (
+    build_direct,
+    check_direct,
+    direct_executor,
+    file_media,
+    load_rds,
+    rds_media,
+)
 from kvstow.build.disk import build_disk
-from kvstow.build.engine import adapter_executor, build_engine, check, chunk_layout, copy_executor, touch_executor
+from kvstow.build.engine import (
+    adapter_executor,
+    build_engine,
+    check,
+    chunk_layout,
+    copy_executor,
+    touch_executor,
+)
 from kvstow.build.integrity import integrity_key
 from kvstow.build.mooncake import build_mooncake, mooncake_options
 from kvstow.build.objects import build_objects, objects_options

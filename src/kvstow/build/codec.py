@@ -40,7 +40,10 @@ def codec_names(settings: Settings, tiers: Collection[str]) -> dict[str, str] | 
 
 
 def coders(
-    settings: Settings, tiers: Sequence[str], layout: ChunkLayout, shapes: Sequence[Sequence[KVShape]]
+    settings: Settings,
+    tiers: Sequence[str],
+    layout: ChunkLayout,
+    shapes: Sequence[Sequence[KVShape]],
 ) -> Mapping[str, Coder | None]:
     """Of each tier, by its section's name; a raw one has one too, to read what was coded when the setting was another.
     ``shapes[g][s]`` is what the KV of shard ``s`` of group ``g`` is.
@@ -48,7 +51,11 @@ def coders(
     Raises what ``codec_names`` does, ``UnsupportedError`` where a codec does not suit the KV.
     """
     names = codec_names(settings, tiers)
-    return dict.fromkeys(tiers) if names is None else {t: _coder(t, name, layout, shapes) for t, name in names.items()}
+    return (
+        dict.fromkeys(tiers)
+        if names is None
+        else {t: _coder(t, name, layout, shapes) for t, name in names.items()}
+    )
 
 
 def _coder(tier: str, name: str, layout: ChunkLayout, shapes: Sequence[Sequence[KVShape]]) -> Coder:

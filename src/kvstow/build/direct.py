@@ -27,8 +27,12 @@ from kvstow.settings.sections.memory import Memory
 
 logger = logging.getLogger("kvstow")
 
-MAX_RDS_CHUNKS: Final = 1 << 16  # what is kept in mind where nothing else limits it; NVMe is full long before
-MAX_FILE_CHUNKS: Final = 1 << 22  # some 100 bytes of memory each, and a second a million to find them at the start
+MAX_RDS_CHUNKS: Final = (
+    1 << 16
+)  # what is kept in mind where nothing else limits it; NVMe is full long before
+MAX_FILE_CHUNKS: Final = (
+    1 << 22
+)  # some 100 bytes of memory each, and a second a million to find them at the start
 DEFAULT_AREAS: Final = 4
 LEAST_AREAS: Final = 2  # one is copied while the other is written
 
@@ -40,11 +44,15 @@ def check_direct(settings: Settings) -> None:
     direct = settings.direct
     if direct.engine is None:
         if direct.path is not None:
-            raise SettingsError("direct.path is set and direct.engine isn't: set direct.engine to auto, rds or file")
+            raise SettingsError(
+                "direct.path is set and direct.engine isn't: set direct.engine to auto, rds or file"
+            )
         return
     for tier, setting in asked_for(settings).items():
         if tier != "direct":
-            raise SettingsError(f"direct.engine and {setting} are set: direct storage has no tiers below it. Unset one")
+            raise SettingsError(
+                f"direct.engine and {setting} are set: direct storage has no tiers below it. Unset one"
+            )
     if settings.memory.size not in (0, Memory().size):
         raise SettingsError(
             "direct.engine and memory.size are set: direct storage takes the place of host memory. Unset one"
@@ -66,7 +74,9 @@ def choose(settings: Settings, load: Callable[[], object] = load_rds) -> str:
         except UnsupportedError as error:
             why = str(error)
             if direct.engine == "rds":
-                raise SettingsError(f"direct.engine is rds, and RDS can't be used: {error}") from error
+                raise SettingsError(
+                    f"direct.engine is rds, and RDS can't be used: {error}"
+                ) from error
     if direct.path is None:
         raise SettingsError(
             f"direct.engine is {direct.engine}, so direct storage needs files ({why}): set direct.path to a directory "
@@ -96,9 +106,13 @@ def build_direct(
     check_direct(settings)
     chosen, direct = choose(settings, load), settings.direct
     if chosen == "file" and not_persistent is not None:
-        raise UnsupportedError(f"direct.path is set, but this KV can't be kept in files: {not_persistent}")
+        raise UnsupportedError(
+            f"direct.path is set, but this KV can't be kept in files: {not_persistent}"
+        )
     area = max(extent_bytes(layout))
-    default = max(RDS_STAGING_BYTES if chosen == "rds" else FILE_STAGING_BYTES, DEFAULT_AREAS * area)
+    default = max(
+        RDS_STAGING_BYTES if chosen == "rds" else FILE_STAGING_BYTES, DEFAULT_AREAS * area
+    )
     staging = default if direct.staging_size is None else direct.staging_size // ranks
     if staging < LEAST_AREAS * area:
         raise SettingsError(
@@ -118,13 +132,21 @@ def build_direct(
     found = extents.slots - extents.free
     logger.info(
         "Direct storage: engine %s, %d chunks of %.2f MB, %d found%s",
-        *(chosen, extents.slots, extents.slot_bytes / 1e6, found, f", in {', '.join(paths)}" if paths else ""),
+        *(
+            chosen,
+            extents.slots,
+            extents.slot_bytes / 1e6,
+            found,
+            f", in {', '.join(paths)}" if paths else "",
+        ),
     )
     metrics.gauge("direct_engine", 1, engine=chosen)
     return extents, ref, _engine(settings, extents, layout, clock, metrics)
 
 
-def _engine(settings: Settings, extents: Extents, layout: ChunkLayout, clock: Clock, metrics: Metrics) -> Engine:
+def _engine(
+    settings: Settings, extents: Extents, layout: ChunkLayout, clock: Clock, metrics: Metrics
+) -> Engine:
     return Engine(
         pool=extents,
         policy=POLICIES[settings.direct.policy](),
@@ -137,7 +159,9 @@ def _engine(settings: Settings, extents: Extents, layout: ChunkLayout, clock: Cl
     )
 
 
-def _geometry(settings: Settings, layout: ChunkLayout, chosen: str, engine: int) -> tuple[Geometry, tuple[str, ...]]:
+def _geometry(
+    settings: Settings, layout: ChunkLayout, chosen: str, engine: int
+) -> tuple[Geometry, tuple[str, ...]]:
     """How many slots, and in which files."""
     direct = settings.direct
     sizes = extent_bytes(layout)
@@ -152,7 +176,9 @@ def _geometry(settings: Settings, layout: ChunkLayout, chosen: str, engine: int)
     else:
         devices = [there for path in paths if (there := device_bytes(path)) is not None]
         if len(devices) < len(paths):
-            raise SettingsError("direct.path is set and direct.size is not: say how much they may hold, such as 500GB")
+            raise SettingsError(
+                "direct.path is set and direct.size is not: say how much they may hold, such as 500GB"
+            )
         slots = min(slots_in([size], there) for size, there in zip(sizes, devices, strict=True))
     return Geometry.of_files(layout, _enough(min(most, slots), layout)), paths
 
@@ -173,7 +199,9 @@ def file_media(ref: DirectRef, shard: int) -> FileMedia:
     return FileMedia(fd, shard, ref.areas(shard), ref.geometry.extent_bytes[shard])
 
 
-def rds_media(api: tuple[Any, Any], ref: DirectRef, shard: int, device: int, staged: Sequence[Staged]) -> RdsMedia:
+def rds_media(
+    api: tuple[Any, Any], ref: DirectRef, shard: int, device: int, staged: Sequence[Staged]
+) -> RdsMedia:
     """A rank's, over staging areas that are allocated already."""
     return RdsMedia(api, device, shard, staged, ref.geometry.extent_bytes[shard])
 

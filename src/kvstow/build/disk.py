@@ -58,6 +58,12 @@ def build_disk(
     store.start(ThreadExecutor("disk-background", threads=len(paths)))
     executor = ThreadExecutor("disk", threads=settings.disk.threads)
     return Tier(
-        *("disk", store, executor), layout=layout, clock=clock, metrics=metrics, set_aside=store.quarantine,
-        take_corrupt=store.take_corrupt, paths_down=store.paths_down, stuck=store.stuck,
-    )  # fmt: skip
+        *("disk", store, executor),
+        layout=layout,
+        clock=clock,
+        metrics=metrics,
+        set_aside=store.quarantine,
+        take_corrupt=store.take_corrupt,
+        paths_down=store.paths_down,
+        stuck=store.stuck,
+    )

@@ -27,19 +27,27 @@ from kvstow.tier import Tier
 logger = logging.getLogger("kvstow")
 
 PREFAULT_AT_ONCE: Final = 4  # pieces of 64 MiB
-PREFAULT_SHARE: Final = 0.1  # of one core; 100 GB take one to four minutes, where a host must find them half an hour
+PREFAULT_SHARE: Final = (
+    0.1  # of one core; 100 GB take one to four minutes, where a host must find them half an hour
+)
 
 
-def chunk_layout(settings: Settings, block_tokens: int, shard_block_bytes: Sequence[int]) -> ChunkLayout:
+def chunk_layout(
+    settings: Settings, block_tokens: int, shard_block_bytes: Sequence[int]
+) -> ChunkLayout:
     """Layout of one group's chunks. ``shard_block_bytes``: of each distinct shard, bytes of a block over its layers.
 
     Raises ``SettingsError`` when ``chunk_size`` isn't a multiple of the block size.
     """
     tokens = chunk_tokens(settings, block_tokens, shard_block_bytes)
-    return ChunkLayout((GroupLayout(block_tokens, tokens // block_tokens, tuple(shard_block_bytes)),))
+    return ChunkLayout(
+        (GroupLayout(block_tokens, tokens // block_tokens, tuple(shard_block_bytes)),)
+    )
 
 
-def check(settings: Settings, layout: ChunkLayout, *, facts: HostFacts | None = None, engines: int = 1) -> None:
+def check(
+    settings: Settings, layout: ChunkLayout, *, facts: HostFacts | None = None, engines: int = 1
+) -> None:
     """Raise ``SettingsError`` when this host can't serve ``settings``: see ``kvstow.settings.checks``.
 
     ``facts`` are this host's own by default; ``engines``: data parallel engines that share the host.
@@ -87,7 +95,9 @@ def build_engine(
     piece, on a thread of ``background``: nobody need poll for that, so an idle engine's pool is taken too, and no chunk
     waits for it.
     """
-    pool = HostPool.create(layout, settings.memory.size, name=f"kvstow-{name}", pool_dir=settings.memory.pool_dir)
+    pool = HostPool.create(
+        layout, settings.memory.size, name=f"kvstow-{name}", pool_dir=settings.memory.pool_dir
+    )
     engine = Engine(
         pool=pool,
         policy=POLICIES[settings.memory.policy](),
@@ -112,7 +122,9 @@ def _prefault(pool: HostPool, clock: Clock) -> None:
         for piece in range(pool.pieces):
             began_s = clock.monotonic()
             pool.prefault(piece, available_bytes)
-            if piece >= PREFAULT_AT_ONCE and rest(pool.closed, clock.monotonic() - began_s, PREFAULT_SHARE):
+            if piece >= PREFAULT_AT_ONCE and rest(
+                pool.closed, clock.monotonic() - began_s, PREFAULT_SHARE
+            ):
                 return
     except PoolError as error:
         logger.error("The host pool is larger than the memory that is left: %s", error)

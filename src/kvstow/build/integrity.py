@@ -22,7 +22,11 @@ def integrity_key(settings: Settings) -> bytes | None:
     if path is None:
         return None
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+        with open(
+            path,
+            "rb",
+            opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC),
+        ) as file:
             about = os.fstat(file.fileno())
             data = file.read(MAX_FILE_BYTES) if stat.S_ISREG(about.st_mode) else b""
     except OSError as error:

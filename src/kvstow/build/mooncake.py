@@ -16,7 +16,12 @@ INSTALL = "pip install 'kvstow[mooncake]', and apt-get install libibverbs1 libnu
 
 
 def build_mooncake(
-    settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics, root: tuple[str, str] | None = None
+    settings: Settings,
+    layout: ChunkLayout,
+    *,
+    clock: Clock,
+    metrics: Metrics,
+    root: tuple[str, str] | None = None,
 ) -> Tier | None:
     """The Mooncake tier; None: not set. Its client connects on the tier's threads, whenever the master can be reached.
 
@@ -26,15 +31,21 @@ def build_mooncake(
     if settings.mooncake.master is None:
         return None
     options = mooncake_options(settings, layout)
-    in_force = set_defaults(options.variables(set_defaults(OLD_PORTS)))  # read when the client is loaded
+    in_force = set_defaults(
+        options.variables(set_defaults(OLD_PORTS))
+    )  # read when the client is loaded
     try:
         from kvstow.store.mooncake.connect import connect, replicas
         from kvstow.store.mooncake.store import MooncakeStore
     except ImportError as error:  # also: a library that the client is linked to is missing
         if "kvstow" in str(error):
             raise
-        raise SettingsError(f"mooncake.master is set, and its client can't be loaded ({error}): {INSTALL}") from error
-    store = MooncakeStore(options, clock, lambda: (connect(options, rpc_ports(in_force)), replicas(options.replicas)))
+        raise SettingsError(
+            f"mooncake.master is set, and its client can't be loaded ({error}): {INSTALL}"
+        ) from error
+    store = MooncakeStore(
+        options, clock, lambda: (connect(options, rpc_ports(in_force)), replicas(options.replicas))
+    )
     executor = ThreadExecutor("mooncake", threads=settings.mooncake.threads)
     greet("mooncake", f"Mooncake ({options.master})", store, executor, root, options.name_of)
     return Tier("mooncake", store, executor, layout=layout, clock=clock, metrics=metrics)
@@ -48,7 +59,9 @@ def mooncake_options(settings: Settings, layout: ChunkLayout) -> MooncakeOptions
         raise SettingsError("mooncake.master: expected host:port, such as master.internal:50051")
     if own.buffer_size < layout.max_frame_bytes:
         size, least = format_size(own.buffer_size), format_size(layout.max_frame_bytes)
-        raise SettingsError(f"mooncake.buffer_size {size} is less than a chunk: set it to several times {least}")
+        raise SettingsError(
+            f"mooncake.buffer_size {size} is less than a chunk: set it to several times {least}"
+        )
     if own.device and own.protocol != "rdma":
         raise SettingsError("mooncake.device is set, and mooncake.protocol isn't rdma")
     return MooncakeOptions(

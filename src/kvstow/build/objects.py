@@ -23,7 +23,12 @@ HUNG_MARGIN: Final = 2.5  # times a request's limit: a call ends by itself after
 
 
 def build_objects(
-    settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics, root: tuple[str, str] | None = None
+    settings: Settings,
+    layout: ChunkLayout,
+    *,
+    clock: Clock,
+    metrics: Metrics,
+    root: tuple[str, str] | None = None,
 ) -> Tier | None:
     """The object store tier; None: not set. A store that can't be used now is logged, and asked again later.
 
@@ -38,10 +43,14 @@ def build_objects(
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "obstore":
             raise
-        raise SettingsError("objects.url is set, and obstore isn't installed: pip install 'kvstow[objects]'") from error
+        raise SettingsError(
+            "objects.url is set, and obstore isn't installed: pip install 'kvstow[objects]'"
+        ) from error
     url = settings.objects.url
     try:
-        store = ObjectsStore(options, clock, say=lambda what: logger.warning("Object store %s: %s", url, what))
+        store = ObjectsStore(
+            options, clock, say=lambda what: logger.warning("Object store %s: %s", url, what)
+        )
     except (StoreRefused, OSError) as error:
         raise SettingsError(f"objects.url {url} can't be used: {error}") from error
     executor = ThreadExecutor("objects", threads=settings.objects.threads)
@@ -50,7 +59,9 @@ def build_objects(
         read_batch_bytes=1,  # a chunk a call: the threads are what is parallel
         hung_after_s=max(TierLimits().hung_after_s, HUNG_MARGIN * options.timeout_s),
     )
-    return Tier("objects", store, executor, layout=layout, clock=clock, metrics=metrics, limits=limits)
+    return Tier(
+        "objects", store, executor, layout=layout, clock=clock, metrics=metrics, limits=limits
+    )
 
 
 def objects_options(settings: Settings) -> ObjectsOptions:
@@ -61,16 +72,22 @@ def objects_options(settings: Settings) -> ObjectsOptions:
     except ValueError as error:
         raise SettingsError(f"objects.url: {error}") from error
     if bucket.kind == "memory":
-        raise SettingsError("objects.url: memory:// is for tests: chunks that only this process has are in memory.size")
+        raise SettingsError(
+            "objects.url: memory:// is for tests: chunks that only this process has are in memory.size"
+        )
     if own.endpoint is not None:
         _check_endpoint(own.endpoint, allow_http=own.allow_http)
     if own.ca_file is not None and not os.access(own.ca_file, os.R_OK):
         raise SettingsError(f"objects.ca_file {own.ca_file} can't be read")
     if not MIN_PART_BYTES <= own.part_size <= MAX_PART_BYTES:
-        raise SettingsError(f"objects.part_size {format_size(own.part_size)}: set it to 1MiB at least, 1GiB at most")
+        raise SettingsError(
+            f"objects.part_size {format_size(own.part_size)}: set it to 1MiB at least, 1GiB at most"
+        )
     for name, kind in (("profile", "s3"), ("account", "azure")):
         if getattr(own, name) is not None and bucket.kind != kind:
-            raise SettingsError(f"objects.{name} is set, and objects.url isn't {'s3://' if kind == 's3' else 'az://'}")
+            raise SettingsError(
+                f"objects.{name} is set, and objects.url isn't {'s3://' if kind == 's3' else 'az://'}"
+            )
     return ObjectsOptions(
         bucket,
         endpoint=own.endpoint,
@@ -98,7 +115,9 @@ def _check_endpoint(endpoint: str, *, allow_http: bool) -> None:
     if not host or parts.scheme not in ("http", "https"):
         raise SettingsError("objects.endpoint: expected https://host or https://host:port")
     if "@" in parts.netloc or parts.query:
-        raise SettingsError("objects.endpoint has no user, password or ?: credentials come from the environment")
+        raise SettingsError(
+            "objects.endpoint has no user, password or ?: credentials come from the environment"
+        )
     if parts.scheme == "http" and not allow_http and host not in LOOPBACK:
         raise SettingsError(
             f"objects.endpoint http://{host} would send KV and signatures unencrypted: set it to https://, or "

@@ -38,22 +38,30 @@ def plugin_names(settings: Settings) -> Mapping[str, str]:
     for entry in settings.plugins.stores or ():
         name, _, where = entry.partition("=")
         if not _NAME.fullmatch(name):
-            raise SettingsError(f"plugins.stores: {name!r} is no name: letters, digits, _ and -, at most 32")
+            raise SettingsError(
+                f"plugins.stores: {name!r} is no name: letters, digits, _ and -, at most 32"
+            )
         if name in taken or name in named:
-            raise SettingsError(f"plugins.stores: there is a tier {name} already, name this one otherwise")
+            raise SettingsError(
+                f"plugins.stores: there is a tier {name} already, name this one otherwise"
+            )
         if "=" in entry and not re.fullmatch(r"[\w.]+:[\w.]+", where):
             raise SettingsError(f"plugins.stores: {entry}: expected name=module:function")
         named[name] = where
     return named
 
 
-def build_plugins(settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics) -> list[Tier]:
+def build_plugins(
+    settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics
+) -> list[Tier]:
     """A tier for each store that other packages bring. Raises ``SettingsError`` when one can't be opened."""
     named = plugin_names(settings)
     options = json.loads(settings.plugins.options.reveal()) if settings.plugins.options else {}
     for name in options:
         if name not in named:
-            raise SettingsError(f"plugins.options has options for {name}, which plugins.stores doesn't name")
+            raise SettingsError(
+                f"plugins.options has options for {name}, which plugins.stores doesn't name"
+            )
     tiers = []
     for name, where in named.items():
         store = CheckedStore(_open(name, where, options.get(name, {})))

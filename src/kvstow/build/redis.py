@@ -24,7 +24,12 @@ logger = logging.getLogger("kvstow")
 
 
 def build_redis(
-    settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics, root: tuple[str, str] | None = None
+    settings: Settings,
+    layout: ChunkLayout,
+    *,
+    clock: Clock,
+    metrics: Metrics,
+    root: tuple[str, str] | None = None,
 ) -> Tier | None:
     """The Redis tier; None: not set. A server that can't be used now is logged, and asked again later.
 
@@ -42,7 +47,9 @@ def build_redis(
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "redis":
             raise
-        raise SettingsError("redis.url is set, and redis-py isn't installed: pip install 'kvstow[redis]'") from error
+        raise SettingsError(
+            "redis.url is set, and redis-py isn't installed: pip install 'kvstow[redis]'"
+        ) from error
     differs: list[str] = []
 
     def other_root(name: bytes, word: str) -> None:
@@ -53,7 +60,9 @@ def build_redis(
     redis = RedisStore(options, clock, own)
     ended = run_within("redis-start", redis.ping, START_S)
     if fault := ended[1] if ended else f"no answer within {START_S:g} s":
-        logger.warning("Redis (%r) can't be used now, kvstow goes on without it: %s", options, fault)
+        logger.warning(
+            "Redis (%r) can't be used now, kvstow goes on without it: %s", options, fault
+        )
     if differs:
         redis.close()
         raise UnsupportedError(f"tier redis: {differs[0]}")
@@ -80,26 +89,39 @@ def redis_options(settings: Settings) -> RedisOptions:
     except ValueError as error:
         raise SettingsError(f"redis.url: {error}") from error
     tls = Tls(
-        settings.redis.tls_ca, settings.redis.tls_cert, settings.redis.tls_key, settings.redis.tls_check_hostname
+        settings.redis.tls_ca,
+        settings.redis.tls_cert,
+        settings.redis.tls_key,
+        settings.redis.tls_check_hostname,
     )
-    for name, path in (("tls_ca", tls.ca_file), ("tls_cert", tls.cert_file), ("tls_key", tls.key_file)):
+    for name, path in (
+        ("tls_ca", tls.ca_file),
+        ("tls_cert", tls.cert_file),
+        ("tls_key", tls.key_file),
+    ):
         if path is not None and not address.tls:
             raise SettingsError(f"redis.{name} is set and redis.url isn't rediss://")
         if path is not None and not os.access(path, os.R_OK):
             raise SettingsError(f"redis.{name} {path} can't be read")
     if set("{}") & set(settings.redis.prefix):
-        raise SettingsError("redis.prefix must be without braces: they would put all chunks on one node of a Cluster")
+        raise SettingsError(
+            "redis.prefix must be without braces: they would put all chunks on one node of a Cluster"
+        )
     if not MIN_PART_BYTES <= settings.redis.part_size <= MAX_PART_BYTES:
         size = format_size(settings.redis.part_size)
         raise SettingsError(f"redis.part_size {size}: set it to 64KiB at least, 512MB at most")
     if settings.redis.write_limit == 0:
-        raise SettingsError("redis.write_limit is 0, so nothing would be stored: leave it out for no limit")
+        raise SettingsError(
+            "redis.write_limit is 0, so nothing would be stored: leave it out for no limit"
+        )
     return RedisOptions(
         address,
         topology=settings.redis.topology,
         service=settings.redis.sentinel_service,
         sentinel_username=settings.redis.sentinel_username,
-        sentinel_password=password.reveal() if (password := settings.redis.sentinel_password) else None,
+        sentinel_password=password.reveal()
+        if (password := settings.redis.sentinel_password)
+        else None,
         tls=tls,
         prefix=settings.redis.prefix,
         ttl_s=settings.redis.ttl,

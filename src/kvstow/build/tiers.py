@@ -61,12 +61,21 @@ def lower_tiers(
     asked = asked_for(settings)
     for tier, setting in asked.items():
         if not_persistent is not None:
-            raise UnsupportedError(f"{setting} is set, but this KV can't be kept in tier {tier}: {not_persistent}")
+            raise UnsupportedError(
+                f"{setting} is set, but this KV can't be kept in tier {tier}: {not_persistent}"
+            )
     coder_of = coders(settings, list(asked), layout, shapes)
     built = (
         build_disk(
-            settings, layout, clock=clock, metrics=metrics,
-            describe=describe, device=device, key=key, namespace=namespace, root=root,
+            settings,
+            layout,
+            clock=clock,
+            metrics=metrics,
+            describe=describe,
+            device=device,
+            key=key,
+            namespace=namespace,
+            root=root,
         ),
         build_redis(settings, layout, clock=clock, metrics=metrics, root=root),
         build_mooncake(settings, layout, clock=clock, metrics=metrics, root=root),

@@ -18,7 +18,9 @@ from kvstow.settings.values import MASK, format_size
 
 app = typer.Typer(invoke_without_command=True)
 
-FileOption = Annotated[str | None, typer.Option(help="A YAML file, instead of the one that KVSTOW_CONFIG_FILE names.")]
+FileOption = Annotated[
+    str | None, typer.Option(help="A YAML file, instead of the one that KVSTOW_CONFIG_FILE names.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 MISSING = "what is masked is left out: put it in"
 
@@ -40,22 +42,35 @@ def config(context: typer.Context, file: FileOption = None, as_json: JsonOption 
 @app.command()
 def convert(
     file: Annotated[
-        str | None, typer.Argument(help="LMCache's YAML. Without it: LMCACHE_CONFIG_FILE and the LMCACHE_* variables.")
+        str | None,
+        typer.Argument(
+            help="LMCache's YAML. Without it: LMCACHE_CONFIG_FILE and the LMCACHE_* variables."
+        ),
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=1, help="Tensor times pipeline parallel size: LMCache's sizes are of each worker.")
+        int,
+        typer.Option(
+            min=1, help="Tensor times pipeline parallel size: LMCache's sizes are of each worker."
+        ),
     ] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Print LMCache's configuration as kvstow's, with what has no counterpart as comments."""
     converted = convert_lmcache(file, workers=workers)
-    effective = parse(None, {}, base=converted.entries)  # what kvstow would refuse is refused here too
+    effective = parse(
+        None, {}, base=converted.entries
+    )  # what kvstow would refuse is refused here too
     kinds = {leaf.key: leaf.kind for leaf in leaves()}
     rows = [(key, source, _plain(value, kinds[key])) for key, source, value in converted.entries]
     notes = [note.text for note in converted.notes]
     if as_json:
         sources = {key: source for key, source, _ in rows}
-        print(json.dumps({"settings": {k: v for k, _, v in rows}, "sources": sources, "notes": notes}, indent=2))
+        print(
+            json.dumps(
+                {"settings": {k: v for k, _, v in rows}, "sources": sources, "notes": notes},
+                indent=2,
+            )
+        )
     else:
         _print_yaml(rows, notes, workers)
     _refuse(effective)
@@ -69,9 +84,13 @@ def _refuse(effective: Effective) -> None:
 
 
 def _print_yaml(rows: Sequence[tuple[str, str, Any]], notes: Sequence[str], workers: int) -> None:
-    print(f"# kvstow's settings for LMCache's, {workers} worker{'s' if workers > 1 else ''} an engine")
+    print(
+        f"# kvstow's settings for LMCache's, {workers} worker{'s' if workers > 1 else ''} an engine"
+    )
     print("".join(f"# {printable(note)}\n" for note in notes), end="")
-    for section in dict.fromkeys(key.rpartition(".")[0] for key, _, _ in sorted(rows, key=lambda row: "." in row[0])):
+    for section in dict.fromkeys(
+        key.rpartition(".")[0] for key, _, _ in sorted(rows, key=lambda row: "." in row[0])
+    ):
         print(f"{section}:\n" if section else "", end="")
         for key, source, value in rows:
             if key.rpartition(".")[0] == section:
@@ -86,11 +105,18 @@ def _plain(value: Any, kind: str) -> Any:
         return format_size(value)
     if kind == SECRET:
         return redact_url(value) if "://" in value else MASK
-    return {name: dict.fromkeys(own, MASK) for name, own in value.items()} if kind == OPTIONS else value
+    return (
+        {name: dict.fromkeys(own, MASK) for name, own in value.items()}
+        if kind == OPTIONS
+        else value
+    )
 
 
 def _as_json(effective: Effective) -> str:
-    rows = {r.key: {"value": r.value, "shown": r.shown, "source": r.source} for r in effective.describe()}
+    rows = {
+        r.key: {"value": r.value, "shown": r.shown, "source": r.source}
+        for r in effective.describe()
+    }
     return json.dumps(rows, indent=2)
 
 

@@ -47,7 +47,9 @@ def _named(effective: Effective, check: Callable[[], object]) -> None:
 def _error(name: str, check: Callable[[], None]) -> SettingsError | None:
     ended = run_within(name, check, LIMIT_S)
     if ended is None:
-        return SettingsError(f"{name}: no answer within {LIMIT_S:g} s: a file or directory that it names hangs")
+        return SettingsError(
+            f"{name}: no answer within {LIMIT_S:g} s: a file or directory that it names hangs"
+        )
     error = ended[1]
     if error is None or isinstance(error, SettingsError):
         return error

@@ -58,11 +58,17 @@ class View:
         try:
             listing = set(os.listdir(self.path))
         except FileNotFoundError as error:
-            raise StoreRefused(f"{self.path} holds no kvstow chunks: there is no such directory") from error
+            raise StoreRefused(
+                f"{self.path} holds no kvstow chunks: there is no such directory"
+            ) from error
         except NotADirectoryError as error:
-            raise StoreRefused(f"{self.path} holds no kvstow chunks: it is not a directory") from error
+            raise StoreRefused(
+                f"{self.path} holds no kvstow chunks: it is not a directory"
+            ) from error
         if listing <= _NOT_OURS:
-            raise Unused(f"{self.path}: nothing is stored there yet (if that is a mount point: is its disk mounted?)")
+            raise Unused(
+                f"{self.path}: nothing is stored there yet (if that is a mount point: is its disk mounted?)"
+            )
         if names.LEDGER not in listing:
             raise StoreRefused(f"{self.path} holds no kvstow chunks: it has no {names.LEDGER} file")
 
@@ -73,7 +79,13 @@ class View:
             assert count is not None, "nobody stopped it"
             book = peek(self.root)
             processes = sum(alive(self.root, token.hex()) for token in book.reserved) if book else 0
-            return Usage(self.path, count, book.used_bytes if book else None, processes, free_bytes(self.root))
+            return Usage(
+                self.path,
+                count,
+                book.used_bytes if book else None,
+                processes,
+                free_bytes(self.root),
+            )
 
     def about(self, namespace: str) -> Mapping[str, Any]:
         """What ``namespace.json`` says; empty where it can't be read."""
@@ -155,7 +167,11 @@ class DataDirectory(View):
             return len(held - self._quarantined()), freed
 
     def _quarantined(self) -> set[str]:
-        return {entry.name for entry in list_directory(self.root, names.QUARANTINE) if names.is_quarantined(entry.name)}
+        return {
+            entry.name
+            for entry in list_directory(self.root, names.QUARANTINE)
+            if names.is_quarantined(entry.name)
+        }
 
 
 @contextmanager

@@ -24,18 +24,26 @@ from kvstow.store.disk.scan import Namespace
 EXIT_BAD: Final = 1
 SHOWN_DIGITS: Final = 16  # of a namespace
 DAY_S: Final = 86_400
-_DIGEST: Final = re.compile(r"^(?:revision )?([0-9a-f]{8})[0-9a-f]{24,}(?: of (\S+)| \(.*)$")  # of weights
+_DIGEST: Final = re.compile(
+    r"^(?:revision )?([0-9a-f]{8})[0-9a-f]{24,}(?: of (\S+)| \(.*)$"
+)  # of weights
 
 T = TypeVar("T")
 
-app = typer.Typer(no_args_is_help=True, help="What the disk tier's directories hold. Safe beside a running server.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="What the disk tier's directories hold. Safe beside a running server.",
+)
 
 PathOption = Annotated[
-    list[str] | None, typer.Option("--path", help="A directory; may be repeated. Default: the setting disk.paths.")
+    list[str] | None,
+    typer.Option("--path", help="A directory; may be repeated. Default: the setting disk.paths."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
-NamespaceOption = Annotated[str | None, typer.Option(help="Only this namespace: its first digits, as `ls` shows them.")]
+NamespaceOption = Annotated[
+    str | None, typer.Option(help="Only this namespace: its first digits, as `ls` shows them.")
+]
 
 
 @app.command()
@@ -43,7 +51,9 @@ def ls(path: PathOption = None, as_json: JsonOption = False) -> None:
     """Namespaces: which model, how many chunks, how many bytes, last used when."""
     now = SystemClock().wall()
     looked, code = _each(path, View.usage)
-    rows = [_namespace_row(view, one, now) for view, usage in looked for one in usage.counted.namespaces]
+    rows = [
+        _namespace_row(view, one, now) for view, usage in looked for one in usage.counted.namespaces
+    ]
     _show(
         rows if as_json else None,
         ("namespace", "model", "chunks", "size", "last used", "longest unused", "in"),
@@ -69,7 +79,15 @@ def du(path: PathOption = None, as_json: JsonOption = False) -> None:
     looked, code = _each(path, View.usage)
     _show(
         [_usage_row(usage) for _, usage in looked] if as_json else None,
-        ("in", "used", "chunks", "quarantine", "with reservations", "processes", "left on the disk"),
+        (
+            "in",
+            "used",
+            "chunks",
+            "quarantine",
+            "with reservations",
+            "processes",
+            "left on the disk",
+        ),
         [
             (
                 usage.path,
@@ -112,8 +130,12 @@ def verify(
         print(json.dumps({"good": good, "bad": bad}, indent=2))
     else:
         for row in bad:
-            print(f"bad: {row['path']} namespace {row['namespace'][:SHOWN_DIGITS]} chunk {row['chunk']}")
-        print(f"{good} chunks are whole, {len(bad)} are bad{' and set aside' if bad and set_aside else ''}")
+            print(
+                f"bad: {row['path']} namespace {row['namespace'][:SHOWN_DIGITS]} chunk {row['chunk']}"
+            )
+        print(
+            f"{good} chunks are whole, {len(bad)} are bad{' and set aside' if bad and set_aside else ''}"
+        )
     if bad:
         raise typer.Exit(EXIT_BAD)
 
@@ -137,7 +159,9 @@ def gc(
         if files and empty:
             going.append(f"{files} quarantined files")
         elif files:
-            _say(f"{files} quarantined files are left: to remove them without a terminal give --yes")
+            _say(
+                f"{files} quarantined files are left: to remove them without a terminal give --yes"
+            )
         if older_than_days is not None and directories:
             going.append(f"the chunks not used for {older_than_days:g} days")
         if going:
@@ -146,17 +170,29 @@ def gc(
         for directory in directories:
             files, freed = directory.tidy(empty)
             chunks, size = directory.remove(lambda _, used_s: used_s < oldest_s)
-            rows.append({"path": directory.path, "chunks": chunks, "quarantined": files, "bytes": freed + size})
+            rows.append(
+                {
+                    "path": directory.path,
+                    "chunks": chunks,
+                    "quarantined": files,
+                    "bytes": freed + size,
+                }
+            )
     _removed(rows, as_json)
 
 
 @app.command()
 def clear(
-    path: PathOption = None, namespace: NamespaceOption = None, yes: YesOption = False, as_json: JsonOption = False
+    path: PathOption = None,
+    namespace: NamespaceOption = None,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Remove all chunks, or those of one namespace, its adapters and resets."""
     if namespace == "":
-        raise SettingsError("--namespace is empty: give the first digits of one, or leave it out to remove all chunks")
+        raise SettingsError(
+            "--namespace is empty: give the first digits of one, or leave it out to remove all chunks"
+        )
     rows = []
     with _directories(path) as directories:
         one, what = None, "all chunks"
@@ -177,8 +213,12 @@ def namespaces(path: PathOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(known, indent=2))
         raise typer.Exit(code)
-    fields = sorted({field for about in known.values() for field in about} - {"namespace", "created"})
-    differing = [field for field in fields if len({str(about.get(field)) for about in known.values()}) > 1]
+    fields = sorted(
+        {field for about in known.values() for field in about} - {"namespace", "created"}
+    )
+    differing = [
+        field for field in fields if len({str(about.get(field)) for about in known.values()}) > 1
+    ]
     if len(known) < 2 or not differing:
         differing = fields
     for name, about in known.items():
@@ -194,7 +234,9 @@ def _paths(path: Sequence[str] | None) -> list[str]:
     if not paths:
         raise SettingsError("no directory: give --path, or set disk.paths")
     if "" in paths:
-        raise SettingsError("--path is empty: give a directory; without --path those of disk.paths are meant")
+        raise SettingsError(
+            "--path is empty: give a directory; without --path those of disk.paths are meant"
+        )
     return list({os.path.realpath(one): one for one in paths}.values())
 
 
@@ -215,7 +257,9 @@ def _directories(path: Sequence[str] | None) -> Iterator[list[DataDirectory]]:
         yield opened
 
 
-def _each(path: Sequence[str] | None, look: Callable[[View], T]) -> tuple[list[tuple[View, T]], int]:
+def _each(
+    path: Sequence[str] | None, look: Callable[[View], T]
+) -> tuple[list[tuple[View, T]], int]:
     """What is found in each directory, and the exit code: not 0 if one, which is named, can't be looked at."""
     looked, code = [], 0
     for one in _paths(path):
@@ -232,18 +276,26 @@ def _each(path: Sequence[str] | None, look: Callable[[View], T]) -> tuple[list[t
 
 def _inside(directory: DataDirectory, one: str | None) -> Callable[[str, float], bool]:
     """What chooses a namespace and those inside it; None: all."""
-    chosen = {name for name in directory.namespaces() if one in (None, name, directory.family(name))}
+    chosen = {
+        name for name in directory.namespaces() if one in (None, name, directory.family(name))
+    }
     return lambda name, _: name in chosen
 
 
 def _one_namespace(directories: Sequence[DataDirectory], prefix: str) -> str:
-    known = {(name, directory.family(name)) for directory in directories for name in directory.namespaces()}
+    known = {
+        (name, directory.family(name))
+        for directory in directories
+        for name in directory.namespaces()
+    }
     matching = sorted({name for pair in known for name in pair if name.startswith(prefix)})
     if not matching:
         raise SettingsError(f"no namespace starts with {prefix!r}: see `kvstow disk ls`")
     if len(matching) > 1:
         found = ", ".join(name[: max(SHOWN_DIGITS, len(prefix) + 1)] for name in matching)
-        raise SettingsError(f"{len(matching)} namespaces start with {prefix!r}: {found}. Give more digits of one")
+        raise SettingsError(
+            f"{len(matching)} namespaces start with {prefix!r}: {found}. Give more digits of one"
+        )
     return matching[0]
 
 
@@ -255,8 +307,12 @@ def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not _terminal():
-        raise SettingsError(f"{question} Not done: to be asked needs a terminal; without one give --yes")
-    print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)  # standard output is for what was asked for
+        raise SettingsError(
+            f"{question} Not done: to be asked needs a terminal; without one give --yes"
+        )
+    print(
+        f"{question} [y/N]: ", end="", file=sys.stderr, flush=True
+    )  # standard output is for what was asked for
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         _say("Not done.")
         raise typer.Exit(EXIT_BAD)
@@ -270,7 +326,10 @@ def _model(about: Mapping[str, Any]) -> str:
     """Its architecture, and what its weights are known by: a digest or revision, its first digits, or a name."""
     architecture = re.search(r'"architectures":\["(\w+)"', str(about.get("model config")))
     weights = _DIGEST.sub(r"\2 \1", str(about.get("weights", "?")))
-    return str(about.get("model") or " ".join([*(architecture.groups() if architecture else ()), *weights.split()]))
+    return str(
+        about.get("model")
+        or " ".join([*(architecture.groups() if architecture else ()), *weights.split()])
+    )
 
 
 def _namespace_row(directory: View, found: Namespace, now: float) -> dict[str, Any]:
@@ -306,8 +365,12 @@ def _removed(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
-        files = f"{row['quarantined']} quarantined files removed, " if row.get("quarantined") else ""
-        print(f"{row['path']}: {row['chunks']} chunks removed, {files}{measured(row['bytes'])} freed")
+        files = (
+            f"{row['quarantined']} quarantined files removed, " if row.get("quarantined") else ""
+        )
+        print(
+            f"{row['path']}: {row['chunks']} chunks removed, {files}{measured(row['bytes'])} freed"
+        )
 
 
 def _age(seconds: float | None) -> str:
@@ -322,15 +385,28 @@ def _age(seconds: float | None) -> str:
 @contextmanager
 def _progress(what: str, total: int, *, quiet: bool) -> Iterator[Any]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
 
 
-def _show(as_json: Sequence[object] | None, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def _show(
+    as_json: Sequence[object] | None, headings: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
     """``as_json`` if given, else a table."""
     if as_json is not None:
         print(json.dumps(as_json, indent=2))

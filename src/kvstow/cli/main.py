@@ -19,7 +19,10 @@ EXIT_SETTINGS = 2
 EXIT_FAILED = 1
 
 app = typer.Typer(
-    help="KV cache offloading for vLLM.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    help="KV cache offloading for vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 app.add_typer(disk.app, name="disk")
 app.add_typer(codec.app, name="codec")
@@ -40,7 +43,10 @@ def main() -> NoReturn:
     lenient()
     try:
         app()
-    except (KVStowError, OSError) as error:  # the latter: no room where it prints, a directory that can't be read
+    except (
+        KVStowError,
+        OSError,
+    ) as error:  # the latter: no room where it prints, a directory that can't be read
         print(f"kvstow: {printable(str(error))}", file=sys.stderr)
         sys.exit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_FAILED)
     sys.exit(0)
@@ -52,7 +58,9 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-VersionOption = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+]
 
 
 @app.callback()

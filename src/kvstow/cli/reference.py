@@ -93,8 +93,13 @@ A key that LMCache doesn't have is ignored too, with a warning that names the ne
 
 def lmcache_page() -> str:
     """``docs/reference/lmcache.md``."""
-    extra = [Key(name, Fate.MAPPED, why) for name, why in EXTRA_MAPPED.items()] + [*EXTRA_KEYS.values()]
-    tables = ("\n".join(f"| `{k.name}` | {k.fate} | {k.why} |" for k in keys) for keys in (KEYS.values(), extra))
+    extra = [Key(name, Fate.MAPPED, why) for name, why in EXTRA_MAPPED.items()] + [
+        *EXTRA_KEYS.values()
+    ]
+    tables = (
+        "\n".join(f"| `{k.name}` | {k.fate} | {k.why} |" for k in keys)
+        for keys in (KEYS.values(), extra)
+    )
     also = ", ".join(f"`{old}` ({new})" for old, new in ALIASES.items())
     return "\n\n## Keys of `extra_config`\n\n| key | | |\n|---|---|---|\n".join(tables).join(
         (_LMCACHE, f"\n\n## Older names\n\n{also}.\n")
@@ -104,7 +109,8 @@ def lmcache_page() -> str:
 def settings_page() -> str:
     """``docs/reference/settings.md``."""
     rows = [
-        f"| `{leaf.key}` | `{leaf.variable}` | {leaf.accepts} | `{leaf.show(leaf.default)}` |" for leaf in leaves()
+        f"| `{leaf.key}` | `{leaf.variable}` | {leaf.accepts} | `{leaf.show(leaf.default)}` |"
+        for leaf in leaves()
     ]
     meanings = [f"### `{leaf.key}`\n\n{leaf.description}\n" for leaf in leaves()]
     return _SETTINGS + "\n".join(rows) + "\n\n## Meanings\n\n" + "\n".join(meanings)

@@ -87,7 +87,9 @@ def segment_numbers(shape: KVShape) -> int:
 def require_lengths(payload: memoryview, shape: KVShape, out: memoryview, needed: int) -> None:
     """The caller's part of the contract."""
     if len(payload) != shape.nbytes or len(out) < needed:
-        raise ValueError(f"payload of {len(payload)} bytes, {shape.nbytes} expected; room for {len(out)} of {needed}")
+        raise ValueError(
+            f"payload of {len(payload)} bytes, {shape.nbytes} expected; room for {len(out)} of {needed}"
+        )
 
 
 def require_room(shape: KVShape, out: memoryview) -> None:

@@ -21,18 +21,29 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstow.codec.base import count_segments, require_lengths, require_room, segment_numbers, segments
+from kvstow.codec.base import (
+    count_segments,
+    require_lengths,
+    require_room,
+    segment_numbers,
+    segments,
+)
 from kvstow.codec.container import Kind, Reader, Writer, overhead
 from kvstow.codec.entropy import Packer, unpack
 from kvstow.codec.numbers import narrow, require_floats, widen
 from kvstow.codec.shape import Array, KVShape
 
 RATES: Final = {"high": 0.35, "middle": 0.5, "low": 0.7}  # a step, in σ
-SINK: Final = (0.15, 0.1)  # energy of K, of V (or MLA's latent), over the median token's: less is a sink
+SINK: Final = (
+    0.15,
+    0.1,
+)  # energy of K, of V (or MLA's latent), over the median token's: less is a sink
 OUTLIER: Final = 6.0  # residual energy over the median: more is kept
 MEAN_PARTS: Final = 8
 _LARGEST: Final = 127.0  # symbol
-_ROUNDED: Final = np.float32(3 << 22)  # added to a float32, it leaves the nearest integer in the lowest bits
+_ROUNDED: Final = np.float32(
+    3 << 22
+)  # added to a float32, it leaves the nearest integer in the lowest bits
 _LARGEST_MEAN: Final = 32767.0  # in parts of a step
 
 
@@ -53,14 +64,18 @@ class CacheGen:
     def __init__(self, rate: str = "middle") -> None:
         self._step = np.float32(RATES[rate])
         self.kind: Final = Kind(4, 2, struct.pack("<f", self._step))
-        self.error: Final = f"{RATES[rate] * (1 + 1 / MEAN_PARTS) / 2:.2f} σ of the layer's K or V, and rounding"
+        self.error: Final = (
+            f"{RATES[rate] * (1 + 1 / MEAN_PARTS) / 2:.2f} σ of the layer's K or V, and rounding"
+        )
 
     def check(self, shape: KVShape) -> None:
         require_floats(self.name, shape)
 
     def max_encoded_bytes(self, shape: KVShape) -> int:
         side = shape.planes * 4 + shape.channels * 2 + _flag_bytes(shape)
-        return overhead(_streams(shape)) + shape.layers * (shape.layer_numbers + side) + shape.nbytes
+        return (
+            overhead(_streams(shape)) + shape.layers * (shape.layer_numbers + side) + shape.nbytes
+        )
 
     def encode(self, payload: memoryview, shape: KVShape, out: memoryview) -> int:
         require_lengths(payload, shape, out, self.max_encoded_bytes(shape))
@@ -89,7 +104,10 @@ class CacheGen:
     def _quantise(self, values: Array, shape: KVShape, symbols: Array) -> _Side:
         """Some layers; ``values`` are overwritten."""
         layers = len(values) // shape.layer_numbers
-        by_axis, rows = values.reshape(layers, shape.blocks, *shape.page), values.reshape(shape.rows(layers))
+        by_axis, rows = (
+            values.reshape(layers, shape.blocks, *shape.page),
+            values.reshape(shape.rows(layers)),
+        )
         tokens = _tokens(by_axis, shape)
         kept = _stand_out(_energies(by_axis, shape))
         if kept.any():
@@ -101,8 +119,12 @@ class CacheGen:
         np.copyto(energies, 0.0, where=kept[:, None])
         kept |= ~(energies <= OUTLIER * _median(energies)).all(axis=1)
         np.copyto(energies, 0.0, where=kept[:, None])
-        numbers = np.maximum(1, np.count_nonzero(~kept, axis=(1, 2))) * np.float32(shape.heads * shape.size)
-        steps = self._step * np.sqrt(energies.sum(axis=(2, 3)) / numbers[:, None].astype(np.float32))
+        numbers = np.maximum(1, np.count_nonzero(~kept, axis=(1, 2))) * np.float32(
+            shape.heads * shape.size
+        )
+        steps = self._step * np.sqrt(
+            energies.sum(axis=(2, 3)) / numbers[:, None].astype(np.float32)
+        )
         per_step = 1 / steps.reshape(layers, *shape.over("k"))
         means = np.rint(mean * (per_step * MEAN_PARTS)).reshape(layers, -1)
         np.multiply(rows, shape.tiled(per_step, "k"), out=rows)
@@ -110,9 +132,13 @@ class CacheGen:
             tokens[kept] = 0.0
         usable = np.isfinite(steps) & np.isfinite(per_step.reshape(layers, -1))
         good = usable.all(axis=1) & (np.abs(means).max(axis=1) <= _LARGEST_MEAN)
-        if not good.all():  # numbers with no scale of their own: all alike, or far too large or small
+        if (
+            not good.all()
+        ):  # numbers with no scale of their own: all alike, or far too large or small
             by_axis[~good], steps[~good], means[~good], kept[~good] = 0.0, 0.0, 0.0, True
-        highest = energies.max(axis=(2, 3)) > np.square(_LARGEST * steps)  # else no number of any token can be larger
+        highest = energies.max(axis=(2, 3)) > np.square(
+            _LARGEST * steps
+        )  # else no number of any token can be larger
         if highest.any() and (values.max() > _LARGEST or values.min() < -_LARGEST):
             kept |= (np.abs(tokens) > _LARGEST).any(axis=tuple(range(3, tokens.ndim)))
             tokens[kept] = 0.0
@@ -124,18 +150,28 @@ class CacheGen:
         require_room(shape, out)
         reader = Reader(encoded, self.kind, shape, _streams(shape))
         packed = [reader.take() for _ in segments(shape)]
-        steps = reader.exactly(shape.layers * shape.planes * 4).view("<f4").reshape(shape.layers, *shape.over("k"))
+        steps = (
+            reader.exactly(shape.layers * shape.planes * 4)
+            .view("<f4")
+            .reshape(shape.layers, *shape.over("k"))
+        )
         means = np.empty((shape.layers * shape.channels, 2), np.uint8)
         for byte in (1, 0):
             means[:, byte] = unpack(reader.take(), len(means))
         flags = reader.exactly(shape.layers * _flag_bytes(shape)).reshape(shape.layers, -1)
         count = shape.blocks * shape.tokens
-        kept = np.unpackbits(flags, axis=1, count=count).astype(bool).reshape(shape.layers, shape.blocks, shape.tokens)
+        kept = (
+            np.unpackbits(flags, axis=1, count=count)
+            .astype(bool)
+            .reshape(shape.layers, shape.blocks, shape.tokens)
+        )
         exact = reader.exactly(int(kept.sum()) * shape.channels * shape.item).view(shape.word)
         words = np.frombuffer(out, shape.word).reshape(shape.layers, -1)
         values = np.empty(segment_numbers(shape), np.float32)
         with np.errstate(all="ignore"):  # bytes of another origin may say anything
-            mean = means.view("<i2").reshape(shape.layers, *shape.over("khc")) * (steps / np.float32(MEAN_PARTS))
+            mean = means.view("<i2").reshape(shape.layers, *shape.over("khc")) * (
+                steps / np.float32(MEAN_PARTS)
+            )
             for segment, stream in zip(segments(shape), packed, strict=True):
                 mine = words[segment.start : segment.stop].reshape(-1)
                 near = values[: len(mine)]
@@ -165,7 +201,9 @@ def _energies(layers: Array, shape: KVShape) -> Array:
     """Sum of squares of each token in each plane: [layers, planes, blocks, tokens]."""
     axes = f"lb{shape.order}"
     if axes[-1] == "c":  # one sum at a time is faster
-        energies: Array = np.einsum(f"{axes[:-1]}->lkbn", np.einsum("...c,...c->...", layers, layers))
+        energies: Array = np.einsum(
+            f"{axes[:-1]}->lkbn", np.einsum("...c,...c->...", layers, layers)
+        )
     else:
         energies = np.einsum(f"{axes},{axes}->lkbn", layers, layers)
     return energies

@@ -60,9 +60,16 @@ def _aligned(at: int) -> int:
 def header(kind: Kind, shape: KVShape, streams: int) -> bytes:
     axes = (shape.layers, shape.blocks, shape.planes, shape.heads, shape.tokens, shape.size)
     return _HEAD.pack(
-        _MAGIC, kind.codec_id, kind.version, DTYPES[shape.dtype], shape.order.encode(), *axes,
-        kind.parameters, streams, shape.nbytes,
-    )  # fmt: skip
+        _MAGIC,
+        kind.codec_id,
+        kind.version,
+        DTYPES[shape.dtype],
+        shape.order.encode(),
+        *axes,
+        kind.parameters,
+        streams,
+        shape.nbytes,
+    )
 
 
 class Writer:
@@ -86,7 +93,11 @@ class Writer:
         return np.frombuffer(self._out[begin : self._at], np.uint8)
 
     def add(self, stream: bytes | Array) -> None:
-        data = np.frombuffer(stream, np.uint8) if isinstance(stream, bytes) else stream.reshape(-1).view(np.uint8)
+        data = (
+            np.frombuffer(stream, np.uint8)
+            if isinstance(stream, bytes)
+            else stream.reshape(-1).view(np.uint8)
+        )
         self.room(len(data))[:] = data
 
     def add_packed(self, packer: Packer, symbols: Array, plain: int = 0) -> None:

@@ -74,7 +74,9 @@ class Couples(NamedTuple):
             np.bitwise_and(left, _REST, out=a)
             np.copyto(b, left.view(">u2"))  # swapped
             np.bitwise_and(b, _REST, out=b)
-            np.multiply(e, 1 << 7, out=over)  # a shift to the left by multiplication is the faster one
+            np.multiply(
+                e, 1 << 7, out=over
+            )  # a shift to the left by multiplication is the faster one
             np.bitwise_xor(a, over, out=a)
             np.right_shift(e, 1, out=e)
             np.bitwise_xor(b, e, out=b)
@@ -88,7 +90,13 @@ class Couples(NamedTuple):
         for run in range(0, len(a), runs):
             for start in range(0, a.shape[1], width):
                 part = np.s_[run : run + runs, start : start + width]
-                yield a[part], b[part], e[part], left[part], scratch[: e[part].size].reshape(e[part].shape)
+                yield (
+                    a[part],
+                    b[part],
+                    e[part],
+                    left[part],
+                    scratch[: e[part].size].reshape(e[part].shape),
+                )
 
     def places(self, couples: Array) -> Array:
         """Where the two numbers of these couples are: [2, couples]."""

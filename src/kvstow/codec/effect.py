@@ -47,15 +47,21 @@ class Subject:
     def __init__(self, directory: str, text: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32
+        ).eval()
         ids = AutoTokenizer.from_pretrained(directory)(text).input_ids[: PREFIX + MOST_SCORED]
         if len(ids) < PREFIX + BLOCK:
             raise ValueError(f"a text of {len(ids)} tokens, at least {PREFIX + BLOCK} are needed")
         self._rest = torch.tensor([ids[PREFIX:]])
         with torch.inference_mode():
-            cache: Any = self._model(torch.tensor([ids[:PREFIX]]), use_cache=True, logits_to_keep=1).past_key_values
+            cache: Any = self._model(
+                torch.tensor([ids[:PREFIX]]), use_cache=True, logits_to_keep=1
+            ).past_key_values
         kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
-        self._kv: Array = kv.to(torch.bfloat16).view(torch.uint16).numpy()  # [layers, 2, heads, tokens, size]
+        self._kv: Array = (
+            kv.to(torch.bfloat16).view(torch.uint16).numpy()
+        )  # [layers, 2, heads, tokens, size]
         layers, _, heads, _, size = self._kv.shape
         self.shape: Final = KVShape("bfloat16", layers, 1, 2, heads, BLOCK, size, "hknc")
         self._before = self._score(self._kv)
@@ -63,7 +69,9 @@ class Subject:
     def payloads(self) -> list[bytes]:
         """The prefix in chunks of one block, as vLLM's CPU backend lays them out."""
         starts = range(0, PREFIX, BLOCK)
-        return [self._kv[:, :, :, at : at + BLOCK].transpose(0, 2, 1, 3, 4).tobytes() for at in starts]
+        return [
+            self._kv[:, :, :, at : at + BLOCK].transpose(0, 2, 1, 3, 4).tobytes() for at in starts
+        ]
 
     def effect(self, codec: Codec) -> Effect:
         chunks = []
@@ -103,17 +111,23 @@ def speed(codec: Codec, payloads: Sequence[bytes], shape: KVShape, rounds: int =
         size, packed_size = size + len(encoded), packed_size + len(packed)
         out = memoryview(bytearray(codec.max_encoded_bytes(shape)))
         back = memoryview(bytearray(shape.nbytes))
-        times["encode"].append(_seconds(lambda p=payload, o=out: codec.encode(memoryview(p), shape, o)))
+        times["encode"].append(
+            _seconds(lambda p=payload, o=out: codec.encode(memoryview(p), shape, o))
+        )
         times["pack"].append(_seconds(lambda p=payload: zstd.compress(p, 1)))
         times["decode"].append(_seconds(lambda e=encoded, b=back: codec.decode(e, shape, b)))
         times["unpack"].append(_seconds(lambda p=packed: zstd.decompress(p)))
     encode, decode, pack, unpack = (median(values) for values in times.values())
     raw = shape.nbytes * len(times["encode"])
     giga = shape.nbytes / 1e9
-    return Speed(raw / size, giga / encode, giga / decode, pack / encode, unpack / decode, raw / packed_size)
+    return Speed(
+        raw / size, giga / encode, giga / decode, pack / encode, unpack / decode, raw / packed_size
+    )
 
 
-def measure(directory: str, texts: Sequence[str], codecs: Sequence[Codec]) -> Iterator[dict[str, Any]]:
+def measure(
+    directory: str, texts: Sequence[str], codecs: Sequence[Codec]
+) -> Iterator[dict[str, Any]]:
     """For each text and codec: speed and effect."""
     for number, text in enumerate(texts):
         subject = Subject(directory, text)
@@ -122,7 +136,12 @@ def measure(directory: str, texts: Sequence[str], codecs: Sequence[Codec]) -> It
             found = speed(codec, payloads, subject.shape)._asdict()
             if codec.lossy:
                 found |= subject.effect(codec)._asdict()
-            yield {"text": number, "codec": codec.name, "parameters": codec.kind.parameters.hex(), **found}
+            yield {
+                "text": number,
+                "codec": codec.name,
+                "parameters": codec.kind.parameters.hex(),
+                **found,
+            }
 
 
 def _encoded(codec: Codec, payload: bytes, shape: KVShape) -> memoryview:

@@ -36,7 +36,11 @@ _PLAIN: Final[Mapping[int, int]] = {
     CompressionParameter.target_length: 0,
     CompressionParameter.checksum_flag: 0,
 }
-_HUFFMAN: Final = {**_PLAIN, CompressionParameter.target_length: 128 << 10, _LITERAL_COMPRESSION_MODE: 1}
+_HUFFMAN: Final = {
+    **_PLAIN,
+    CompressionParameter.target_length: 128 << 10,
+    _LITERAL_COMPRESSION_MODE: 1,
+}
 _DECODER: Final[Mapping[int, int]] = {DecompressionParameter.window_log_max: MAX_WINDOW_LOG + 1}
 _SAMPLE: Final = 2048
 _WORTH_BITS: Final = 7.4  # of 8: what saves less is stored

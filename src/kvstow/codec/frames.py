@@ -48,7 +48,10 @@ class FrameCoder:
         self._layout = layout
         self._shapes = shapes
         self._known = known
-        longest = (HEADER_BYTES + sum(align_up(codec.max_encoded_bytes(s)) for s in of_shards) for of_shards in shapes)
+        longest = (
+            HEADER_BYTES + sum(align_up(codec.max_encoded_bytes(s)) for s in of_shards)
+            for of_shards in shapes
+        )
         self._buffer_bytes = max(layout.max_frame_bytes, *longest)
         self._mine = threading.local()
 
@@ -66,7 +69,9 @@ class FrameCoder:
         at = HEADER_BYTES
         for span, shape in zip(header.spans, self._shapes[header.key.group], strict=True):
             room = out[at : at + self._codec.max_encoded_bytes(shape)]
-            length = self._codec.encode(sealed[span.offset : span.offset + span.length], shape, room)
+            length = self._codec.encode(
+                sealed[span.offset : span.offset + span.length], shape, room
+            )
             payload.update(room[:length])
             end = at + align_up(length)
             out[at + length : end] = _ZEROS[: end - at - length]
@@ -95,7 +100,9 @@ class FrameCoder:
         """See ``kvstow.tier.moves.Coder``."""
         codec, group = self._of(header), self._layout.groups[header.key.group]
         if codec is None:
-            raise FrameError(f"codec {header.codec_id} with parameters {header.codec_parameters.hex()} is not known")
+            raise FrameError(
+                f"codec {header.codec_id} with parameters {header.codec_parameters.hex()} is not known"
+            )
         if codec.lossy and not header.lossy:
             raise FrameError(f"codec {codec.name} is lossy, and the frame says that it is exact")
         try:
@@ -105,7 +112,9 @@ class FrameCoder:
             raise FrameError(f"a frame that codec {codec.name} can't have made: {error}") from error
         coded = self._buffer()[: header.frame_length]
         coded[:] = slot[: header.frame_length]
-        for span, shape, place in zip(header.spans, self._shapes[header.key.group], group.spans(), strict=True):
+        for span, shape, place in zip(
+            header.spans, self._shapes[header.key.group], group.spans(), strict=True
+        ):
             encoded = coded[span.offset : span.offset + span.length]
             codec.decode(encoded, shape, slot[place.offset : place.offset + place.length])
         slot[:HEADER_BYTES] = _ZEROS

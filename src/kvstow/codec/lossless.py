@@ -26,7 +26,13 @@ from typing import Final
 
 import numpy as np
 
-from kvstow.codec.base import count_segments, require_lengths, require_room, segment_numbers, segments
+from kvstow.codec.base import (
+    count_segments,
+    require_lengths,
+    require_room,
+    segment_numbers,
+    segments,
+)
 from kvstow.codec.container import Kind, Reader, Writer, overhead
 from kvstow.codec.couples import Couples, couples, misfits
 from kvstow.codec.entropy import Packer, unpack, worth_packing
@@ -37,7 +43,9 @@ _BELOW: Final = 11  # exponents of 4 bits begin as far below the reference; 4 ab
 _LARGEST: Final = 15  # of 4 bits
 _PLAIN: Final = 6  # one of as many pairs stays as it is: half of decoding's time is Huffman's
 _STEP: Final = 192 << 10  # float32 put together at once
-_SAMPLED_TOKENS: Final = 32  # a reference is the mean over as many or up to twice that; their sum fits 16 bits
+_SAMPLED_TOKENS: Final = (
+    32  # a reference is the mean over as many or up to twice that; their sum fits 16 bits
+)
 
 
 class Lossless:
@@ -88,17 +96,26 @@ class Lossless:
         require_room(shape, out)
         reader = Reader(encoded, self.kind, shape, _streams(shape))
         streams = [[reader.take() for _ in range(shape.item + 2)] for _ in segments(shape)]
-        bases = reader.exactly(shape.layers * shape.channels).reshape(shape.layers, *shape.over("khc"))
+        bases = reader.exactly(shape.layers * shape.channels).reshape(
+            shape.layers, *shape.over("khc")
+        )
         paired = reader.exactly(len(streams))
         layers = np.frombuffer(out, shape.word).reshape(shape.layers, -1)
         room = np.empty(segment_numbers(shape), np.uint8)
-        for at, (segment, (first, *others, places, exact)) in enumerate(zip(segments(shape), streams, strict=True)):
-            words, mine = layers[segment.start : segment.stop].reshape(-1), bases[segment.start : segment.stop]
+        for at, (segment, (first, *others, places, exact)) in enumerate(
+            zip(segments(shape), streams, strict=True)
+        ):
+            words, mine = (
+                layers[segment.start : segment.stop].reshape(-1),
+                bases[segment.start : segment.stop],
+            )
             coupled = couples(shape, len(segment))
             if paired[at] > (coupled is not None) or (not paired[at] and len(places) + len(exact)):
                 raise FrameError("a segment has neither pairs nor none, or a list without pairs")
             if coupled is None:
-                _whole(words, [unpack(stream, len(words)) for stream in (first, *others)], shape, mine)
+                _whole(
+                    words, [unpack(stream, len(words)) for stream in (first, *others)], shape, mine
+                )
                 continue
             exponents = room[: len(words)]
             given = _unpaired(first, exponents) if paired[at] else unpack(first, len(words))
@@ -122,14 +139,18 @@ def _base(words: Array, shape: KVShape, out: Array) -> None:
     layers = words.reshape(len(words), shape.blocks, *shape.page)
     step = max(1, shape.blocks * shape.tokens // _SAMPLED_TOKENS)
     tokens = shape.axes("n")[0] + 1
-    picked = layers[(slice(None),) * tokens + (slice(None, None, step),)][:, :: max(1, step // shape.tokens)]
+    picked = layers[(slice(None),) * tokens + (slice(None, None, step),)][
+        :, :: max(1, step // shape.tokens)
+    ]
     first = _turned(picked) if shape.item == 1 else (picked >> (8 * shape.item - 9)) & 0xFF
     count = picked.shape[1] * picked.shape[tokens]
     total = np.add.reduce(first, axis=(1, tokens), dtype=np.uint16, keepdims=True)
     np.copyto(out, (total + count // 2) // count - _BELOW, casting="unsafe")
 
 
-def _apart(words: Array, coupled: Couples, shape: KVShape, bases: Array) -> tuple[list[Array], Array | None]:
+def _apart(
+    words: Array, coupled: Couples, shape: KVShape, bases: Array
+) -> tuple[list[Array], Array | None]:
     """Exponents, and then other bytes; which couples are listed. None: exponents are not two a byte."""
     _base(words, shape, bases)
     words = words.reshape(-1)
@@ -146,7 +167,9 @@ def _apart(words: Array, coupled: Couples, shape: KVShape, bases: Array) -> tupl
     if listed is not None:
         exponents[listed] = 0
         low, high = first.reshape(2, -1)
-        first = np.multiply(high, 1 << 4, out=high)  # numpy's left_shift of bytes is ten times as slow
+        first = np.multiply(
+            high, 1 << 4, out=high
+        )  # numpy's left_shift of bytes is ten times as slow
         np.bitwise_or(first, low, out=first)
     return [first, rest.view(np.uint8), *lower], listed
 
@@ -158,7 +181,10 @@ def _unpaired(packed: memoryview, out: Array) -> Array:
     end, coded = len(packed) - plain, len(low) - plain
     if end < 0:
         raise FrameError(f"{plain} pairs in {len(packed)} bytes")
-    for at, pairs in ((0, unpack(packed[:end], coded)), (coded, np.frombuffer(packed[end:], np.uint8))):
+    for at, pairs in (
+        (0, unpack(packed[:end], coded)),
+        (coded, np.frombuffer(packed[end:], np.uint8)),
+    ):
         np.bitwise_and(pairs, _LARGEST, out=low[at : at + len(pairs)])
         np.right_shift(pairs, 4, out=high[at : at + len(pairs)])
     return out
@@ -171,7 +197,9 @@ def _widen(words: Array, upper: Array, lower: Sequence[Array]) -> None:
         part, spare = words[at : at + _STEP], scratch[: len(words) - at]
         np.copyto(part, upper[at : at + _STEP])
         for plane in lower:
-            np.multiply(part, 1 << 8, out=part)  # a shift by multiplication is a vector instruction at any width
+            np.multiply(
+                part, 1 << 8, out=part
+            )  # a shift by multiplication is a vector instruction at any width
             np.copyto(spare, plane[at : at + _STEP])
             np.bitwise_or(part, spare, out=part)
 
@@ -185,7 +213,9 @@ def _bytes(words: Array, shape: KVShape, bases: Array) -> list[Array]:
     """Of numbers that are not coupled, from high to low."""
     if shape.item > 1:
         octets = words.reshape(-1).view(np.uint8)
-        return [np.ascontiguousarray(octets[at :: shape.item]) for at in reversed(range(shape.item))]
+        return [
+            np.ascontiguousarray(octets[at :: shape.item]) for at in reversed(range(shape.item))
+        ]
     _base(words, shape, bases)
     turned = _turned(words)
     rows = turned.reshape(shape.rows(len(bases)))

@@ -21,7 +21,9 @@ def require_floats(name: str, shape: KVShape) -> None:
     if not shape.known:
         raise UnsupportedError(f"codec {name}: the layout of the KV is not known; use lossless")
     if shape.dtype not in _HIGHEST:
-        raise UnsupportedError(f"codec {name}: KV of one byte a number has nothing to give; use lossless")
+        raise UnsupportedError(
+            f"codec {name}: KV of one byte a number has nothing to give; use lossless"
+        )
 
 
 def widen(words: Array, dtype: str, out: Array) -> None:
@@ -41,7 +43,9 @@ def narrow(values: Array, dtype: str, out: Array) -> None:
     highest = _HIGHEST[dtype]
     if dtype == "bfloat16":
         bits = values.view(np.uint32)
-        np.add(bits, 0x8000, out=bits)  # ties go away from zero; no finite product of a codec reaches the last binade
+        np.add(
+            bits, 0x8000, out=bits
+        )  # ties go away from zero; no finite product of a codec reaches the last binade
         np.right_shift(bits, 16, out=bits)
         np.copyto(out, bits, casting="unsafe")
     elif dtype == "float16":

@@ -11,7 +11,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from kvstow.codec.base import count_segments, require_lengths, require_room, segment_numbers, segments
+from kvstow.codec.base import (
+    count_segments,
+    require_lengths,
+    require_room,
+    segment_numbers,
+    segments,
+)
 from kvstow.codec.container import Kind, Reader, Writer, overhead
 from kvstow.codec.entropy import Packer, unpack
 from kvstow.codec.numbers import narrow, require_floats, widen
@@ -20,7 +26,9 @@ from kvstow.errors import FrameError
 
 E4M3_HIGHEST: Final = 448.0
 _E4M3_HIGHEST_BITS: Final = 0x7E
-_HIGHEST: Final = np.float32(2.0**127)  # a number from there on may be rounded to infinity; nor is NaN below it
+_HIGHEST: Final = np.float32(
+    2.0**127
+)  # a number from there on may be rounded to infinity; nor is NaN below it
 _REBIAS: Final = np.float32(2.0**-120)  # float32's exponent bias of 127 to e4m3's of 7
 
 
@@ -110,7 +118,9 @@ class Scaled:
 
     def max_encoded_bytes(self, shape: KVShape) -> int:
         side = self._scales(shape) * 4 + 1
-        return overhead(_streams(shape)) + shape.layers * (shape.layer_numbers + side) + shape.nbytes
+        return (
+            overhead(_streams(shape)) + shape.layers * (shape.layer_numbers + side) + shape.nbytes
+        )
 
     def _scales(self, shape: KVShape) -> int:
         """Of a layer."""
@@ -125,7 +135,11 @@ class Scaled:
         room = np.empty(segment_numbers(shape), np.uint8)
         scales = np.ones((shape.layers, *shape.over(self._method.axes)), np.float32)
         kept = np.zeros(shape.layers, np.uint8)
-        others = tuple(i for i, size in enumerate(scales.shape[1:]) if f"b{shape.order}"[i] not in self._method.axes)
+        others = tuple(
+            i
+            for i, size in enumerate(scales.shape[1:])
+            if f"b{shape.order}"[i] not in self._method.axes
+        )
         for segment in segments(shape):
             symbols = room[: len(segment) * shape.layer_numbers].reshape(len(segment), -1)
             for at, layer in enumerate(segment):
@@ -157,7 +171,9 @@ class Scaled:
         packed = [reader.take() for _ in segments(shape)]
         count = shape.layers * self._scales(shape)
         planes = np.stack([unpack(reader.take(), count) for _ in range(4)][::-1], axis=1)
-        scales = planes.reshape(-1).view("<f4").reshape(shape.layers, *shape.over(self._method.axes))
+        scales = (
+            planes.reshape(-1).view("<f4").reshape(shape.layers, *shape.over(self._method.axes))
+        )
         kept = reader.exactly(shape.layers)
         if kept.max() > 1:
             raise FrameError("a layer is neither coded nor kept")
@@ -184,11 +200,19 @@ def _streams(shape: KVShape) -> int:
 
 def int8() -> Scaled:
     """1/254 of the largest magnitude of its token and head, at most, but for the scale's own rounding (1/128 more)."""
-    return Scaled("int8", Kind(3, 2), "0.4 % of the largest number of its token and head, and rounding", _Int8())
+    return Scaled(
+        "int8",
+        Kind(3, 2),
+        "0.4 % of the largest number of its token and head, and rounding",
+        _Int8(),
+    )
 
 
 def fp8() -> Scaled:
     """Three bits of mantissa; below 2**-6, steps of 2**-9 of scaled numbers, the largest of which is 224 or more."""
     return Scaled(
-        "fp8", Kind(2, 2), "6.25 % of the number, or 1/229,000 of the largest of its layer's K or V", _E4M3()
+        "fp8",
+        Kind(2, 2),
+        "6.25 % of the number, or 1/229,000 of the largest of its layer's K or V",
+        _E4M3(),
     )

@@ -17,7 +17,12 @@ DTYPES: Final[dict[str, int]] = {  # name to its code in an encoded span; never 
     "float16": 3,
     "float8": 4,  # e4m3 or e5m2, and other KV of one byte an element, such as int8
 }
-_WORDS: Final = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16, "float8": np.uint8}
+_WORDS: Final = {
+    "float32": np.uint32,
+    "bfloat16": np.uint16,
+    "float16": np.uint16,
+    "float8": np.uint8,
+}
 _UNKNOWN_LAYER_BYTES: Final = 256 << 10
 _ROW: Final = 512  # numbers
 
@@ -82,7 +87,10 @@ class KVShape:
 
     @property
     def page(self) -> tuple[int, ...]:
-        return tuple({"k": self.planes, "h": self.heads, "n": self.tokens, "c": self.size}[axis] for axis in self.order)
+        return tuple(
+            {"k": self.planes, "h": self.heads, "n": self.tokens, "c": self.size}[axis]
+            for axis in self.order
+        )
 
     def axes(self, letters: str) -> tuple[int, ...]:
         """Where ``letters`` are among the axes of a layer, ``b`` (blocks) and then ``order``."""
@@ -112,7 +120,9 @@ class KVShape:
         before, inside, row_tokens = self._row()
         if not set(letters) & set(self.order[len(before) + 1 :]):
             return array.reshape(len(array), 1, *array.shape[2 : 2 + len(before)], 1, 1)
-        whole = array if letters == "khc" else np.broadcast_to(array, (len(array), *self.over("khc")))
+        whole = (
+            array if letters == "khc" else np.broadcast_to(array, (len(array), *self.over("khc")))
+        )
         tiled = np.repeat(whole.reshape(len(array), 1, *before, 1, 1, inside), row_tokens, axis=-2)
         return tiled.reshape(*tiled.shape[:-2], -1)
 
@@ -120,7 +130,9 @@ class KVShape:
         """Of each channel: [layers, *over("khc")], from ``rows``."""
         _, inside, row_tokens = self._row()
         by_row = np.add.reduce(rows, axis=(1, -2))
-        total: Array = np.add.reduce(by_row.reshape(*by_row.shape[:-1], row_tokens, inside), axis=-2)
+        total: Array = np.add.reduce(
+            by_row.reshape(*by_row.shape[:-1], row_tokens, inside), axis=-2
+        )
         return total.reshape(len(rows), *self.over("khc"))
 
     def _row(self) -> tuple[tuple[int, ...], int, int]:
@@ -151,7 +163,9 @@ def shape_of(
     form, _, order = layout.partition(".")
     planes = 1 if form == "mla" else 2
     if form == "packed_heads" and "n" in order:
-        order = order.replace("n", "kn" if planes_outside else "nk", 1) if "k" not in order else order
+        order = (
+            order.replace("n", "kn" if planes_outside else "nk", 1) if "k" not in order else order
+        )
     elif form == "kv_pair":
         order = "k" + order
     order = "".join(axis for axis in "khnc" if axis not in order) + order

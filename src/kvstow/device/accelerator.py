@@ -17,7 +17,9 @@ BatchCopy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool]
 the CPU; enqueues all copies on the current stream and returns. vLLM's ``_custom_ops.swap_blocks_batch`` is one.
 """
 
-HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
+HOST_REGISTER_PORTABLE: Final = (
+    1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
+)
 
 
 class Accelerator(Protocol):
@@ -49,7 +51,9 @@ class Accelerator(Protocol):
         """Whether ``event`` is complete. Does not block."""
         ...
 
-    def copy(self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool) -> None:
+    def copy(
+        self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
+    ) -> None:
         """Queue the copies on ``stream``; the pool's ranges are pinned. ``segments`` stay alive until they end."""
         ...
 
@@ -97,7 +101,9 @@ class CudaAccelerator:
     def done(self, event: Event) -> bool:
         return bool(event.query())
 
-    def copy(self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool) -> None:
+    def copy(
+        self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
+    ) -> None:
         with torch.cuda.stream(stream):
             if self._batch_copy is None:
                 copy_ranges(segments, pool, arena, load=load, non_blocking=True)
@@ -117,7 +123,9 @@ class CudaAccelerator:
     def pin(self, address: int, length: int) -> None:
         with torch.cuda.device(self._device):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(runtime.cudaHostRegister(address, length, HOST_REGISTER_PORTABLE))
+            torch.cuda.check_error(
+                runtime.cudaHostRegister(address, length, HOST_REGISTER_PORTABLE)
+            )
 
     def unpin(self, address: int) -> None:
         with torch.cuda.device(self._device):
@@ -125,7 +133,9 @@ class CudaAccelerator:
             torch.cuda.check_error(runtime.cudaHostUnregister(address))
 
 
-def copy_ranges(segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool, non_blocking: bool) -> None:
+def copy_ranges(
+    segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool, non_blocking: bool
+) -> None:
     """One ``copy_`` a range, on the current stream."""
     for device, host, size in zip(*(column.tolist() for column in segments), strict=True):
         pages, place = arena.at(device, size), pool[host : host + size]

@@ -10,7 +10,9 @@ import torch
 
 from kvstow.layout import GroupPages, Place
 
-KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # what an engine registers for a layer; a pair is (K, V)
+KVCache: TypeAlias = (
+    torch.Tensor | Sequence[torch.Tensor]
+)  # what an engine registers for a layer; a pair is (K, V)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,13 @@ from kvstow.runtime import Clock, Executor, rest
 POPULATE_BYTES: Final = 8 << 20  # 4 ms
 POPULATE_AT_ONCE_BYTES: Final = 256 << 20  # the first slots, which the first requests fill
 POPULATE_SHARE: Final = 0.1  # of one core: the host of a virtual machine may have to find each page
-UNITS: Final = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+UNITS: Final = {
+    16: torch.complex128,
+    8: torch.int64,
+    4: torch.int32,
+    2: torch.int16,
+    1: torch.uint8,
+}
 
 
 class Mover(Protocol):
@@ -113,7 +119,11 @@ def _rows_of(plane: torch.Tensor, unit: int) -> torch.Tensor:
 
 
 def _view(
-    memory: torch.Tensor, unit: int, offset_bytes: int, size: tuple[int, int], stride: tuple[int, int]
+    memory: torch.Tensor,
+    unit: int,
+    offset_bytes: int,
+    size: tuple[int, int],
+    stride: tuple[int, int],
 ) -> torch.Tensor:
     view = torch.empty(0, dtype=UNITS[unit])
     return view.set_(memory.untyped_storage(), offset_bytes // unit, size, stride)
@@ -153,7 +163,9 @@ def _table(plan: GroupPlan, layers: range, unit: int) -> _Run:
     count = (head.untyped_storage().nbytes() - start) // width
     rows = _view(head, unit, start, (count, width // unit), (width // unit, 1))
     planes = [plan.layers[i].planes for i in layers]
-    base = torch.tensor([[[(plane.storage_offset() - start) // width for plane in of]] for of in planes])
+    base = torch.tensor(
+        [[[(plane.storage_offset() - start) // width for plane in of]] for of in planes]
+    )
     return _Run(layers, rows, base, head.stride(0) // width)
 
 
@@ -165,7 +177,9 @@ class _Group:
         self._plan = plan
         self._mover = mover
         self._runs = _runs(plan, self.unit)
-        self._planes = [[_rows_of(plane, self.unit) for plane in page.planes] for page in plan.layers]
+        self._planes = [
+            [_rows_of(plane, self.unit) for plane in page.planes] for page in plan.layers
+        ]
         tabled = {layer for run in self._runs for layer in run.layers}
         self._untabled = [layer for layer in range(len(plan.layers)) if layer not in tabled]
 
@@ -198,7 +212,11 @@ class _Group:
         act: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
     ) -> None:
         page_bytes = self._plan.layers[layer].layer.page_bytes
-        at = move.offset + move.blocks_per_chunk * self._plan.prefix_bytes[layer] + move.first * page_bytes
+        at = (
+            move.offset
+            + move.blocks_per_chunk * self._plan.prefix_bytes[layer]
+            + move.first * page_bytes
+        )
         for rows in self._planes[layer]:
             size, stride = (len(move.ids), rows.shape[1]), (page_bytes // self.unit, 1)
             act(rows, ids, _view(pool, self.unit, at, size, stride))
@@ -232,7 +250,9 @@ class CpuDevice(TicketDevice):
         self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
     ) -> tuple[GroupPages, ...]:
         self.fence()
-        with torch.inference_mode(False):  # an inference tensor made here could not be written on another thread
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor made here could not be written on another thread
             self._plans = attach_groups(kv_caches, groups, "cpu")
             self._groups = [_Group(plan, self._mover) for plan in self._plans]
         return tuple(plan.pages for plan in self._plans)

@@ -30,7 +30,9 @@ from kvstow.hostmem import populate
 from kvstow.layout import GroupPages
 from kvstow.runtime import Clock, Executor
 
-PIN_PIECE_BYTES: Final = 256 << 20  # registering one takes some 0.1 s: short enough to wait for at close
+PIN_PIECE_BYTES: Final = (
+    256 << 20
+)  # registering one takes some 0.1 s: short enough to wait for at close
 MAX_IN_FLIGHT: Final = 4096  # tickets; a step starts a few
 DRAIN_TIMEOUT_S: Final = 30.0
 DRAIN_STEP_S: Final = 0.001
@@ -135,7 +137,9 @@ class CudaDevice:
 
         def pinned(_: None, error: BaseException | None) -> None:
             if error is not None:
-                self.pin_error = f"pinned {begin} of {pool.numel()} bytes of the host pool, then: {error}"
+                self.pin_error = (
+                    f"pinned {begin} of {pool.numel()} bytes of the host pool, then: {error}"
+                )
                 return
             self._pinned.append(address)
             self.pinned_bytes = begin + length
@@ -168,12 +172,18 @@ class CudaDevice:
         if refused is not None or not flight.moves:
             self._end(flight)
             return
-        others = [other for other in self._flights.values() if (load or other.load) and other.touches(flight.moves)]
+        others = [
+            other
+            for other in self._flights.values()
+            if (load or other.load) and other.touches(flight.moves)
+        ]
         self._flights[ticket] = flight
         try:
             ready = self._gpu.record(self._gpu.compute_stream())
             after = [ready, *(other.event for other in others if other.event is not None)]
-            if flight.segments.host_end <= self.pinned_bytes and all(other.event is not None for other in others):
+            if flight.segments.host_end <= self.pinned_bytes and all(
+                other.event is not None for other in others
+            ):
                 self._enqueue(flight, after)
             else:
                 self._hand_over(flight, after)
@@ -195,7 +205,15 @@ class CudaDevice:
             moves.append(move)
             blocks.setdefault(move.group, set()).update(move.ids)
             parts.append(self._addresses[move.group].segments(move, self._piece_bytes))
-        flight = _Flight(ticket, load, len(transfers), self._clock.monotonic(), failed, moves, Segments.join(parts))
+        flight = _Flight(
+            ticket,
+            load,
+            len(transfers),
+            self._clock.monotonic(),
+            failed,
+            moves,
+            Segments.join(parts),
+        )
         flight.blocks = blocks
         return flight
 
@@ -239,7 +257,9 @@ class CudaDevice:
         failed = tuple(sorted(flight.failed))
         moved = 0 if len(failed) == flight.count else flight.segments.total_bytes
         error = flight.failed[failed[0]] if failed else None
-        self._ended.append(Finished(flight.ticket, failed, error, moved, self._clock.monotonic() - flight.began))
+        self._ended.append(
+            Finished(flight.ticket, failed, error, moved, self._clock.monotonic() - flight.began)
+        )
 
     def _break(self, error: str) -> None:
         """The GPU failed: nothing in flight can be trusted, nor anything later."""

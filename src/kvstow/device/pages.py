@@ -26,14 +26,22 @@ from kvstow.layout import LayerPages
 FORMS: Final[dict[str, tuple[str, ...]]] = {
     "kv_first": ("kbnhc", "kbhnc"),  # [2, blocks, tokens, heads, size] and its heads-major variant
     "blocks_first": ("bknhc", "bkhnc"),  # [blocks, 2, ...]
-    "packed_heads": ("bhnc",),  # [blocks, heads, tokens, K and V], vLLM 0.30 and later, in any memory order
+    "packed_heads": (
+        "bhnc",
+    ),  # [blocks, heads, tokens, K and V], vLLM 0.30 and later, in any memory order
     "mla": ("bnc", "bhnc"),  # [blocks, tokens, latent], [blocks, 1, tokens, latent]
-    "kv_pair": ("bnhc", "bhnc"),  # a tuple (K, V), each [blocks, tokens, heads, size] or heads-major
+    "kv_pair": (
+        "bnhc",
+        "bhnc",
+    ),  # a tuple (K, V), each [blocks, tokens, heads, size] or heads-major
 }
 
 KNOWN_DTYPES: Final = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8}
-    | {getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")}
+    | {
+        getattr(torch, name)
+        for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    }
 )
 
 
@@ -70,9 +78,17 @@ def recognise(name: str, cache: object, spec: KVSpec, device_type: str) -> Pages
     pair = isinstance(cache, (tuple, list))
     tensors = tuple(cache) if isinstance(cache, (tuple, list)) else (cache,)
     if pair and len(tensors) != 2:
-        raise _refuse(name, cache, spec, f"{len(tensors)} tensors, neither one nor a pair of K and V")
+        raise _refuse(
+            name, cache, spec, f"{len(tensors)} tensors, neither one nor a pair of K and V"
+        )
     checked = [_check_tensor(name, tensor, spec, device_type) for tensor in tensors]
-    forms = ["kv_pair"] if pair else ["mla"] if spec.mla else ["kv_first", "blocks_first", "packed_heads"]
+    forms = (
+        ["kv_pair"]
+        if pair
+        else ["mla"]
+        if spec.mla
+        else ["kv_first", "blocks_first", "packed_heads"]
+    )
     found: dict[tuple[tuple[Plane, ...], ...], str] = {}
     problems: list[str] = []
     for form in forms:
@@ -108,11 +124,21 @@ def _pages(
     if page_bytes != spec.page_bytes:
         planes = [plane for planes in planes_of for plane in planes]
         padded = len(planes) == 1 and page_bytes < spec.page_bytes <= planes[0].stride
-        if not padded:  # the engine counts a page's padding; what pads it is nobody's and is not kept
-            raise _refuse(name, cache, spec, f"a page has {page_bytes} bytes where the engine says {spec.page_bytes}")
+        if (
+            not padded
+        ):  # the engine counts a page's padding; what pads it is nobody's and is not kept
+            raise _refuse(
+                name,
+                cache,
+                spec,
+                f"a page has {page_bytes} bytes where the engine says {spec.page_bytes}",
+            )
     views = tuple(
         torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-            tensor.untyped_storage(), plane.offset, (spec.num_blocks, plane.width), (plane.stride, 1)
+            tensor.untyped_storage(),
+            plane.offset,
+            (spec.num_blocks, plane.width),
+            (plane.stride, 1),
         )
         for tensor, planes in zip(tensors, planes_of, strict=True)
         for plane in planes
@@ -126,18 +152,29 @@ def _check_tensor(name: str, cache: object, spec: KVSpec, device_type: str) -> t
     if cache.layout != torch.strided or cache.is_quantized:
         raise _refuse(name, cache, spec, "not a plain strided tensor")
     if cache.device.type != device_type:
-        raise _refuse(name, cache, spec, f"it is on {cache.device.type!r}, this device serves {device_type!r}")
+        raise _refuse(
+            name, cache, spec, f"it is on {cache.device.type!r}, this device serves {device_type!r}"
+        )
     if cache.dtype not in KNOWN_DTYPES:
         raise _refuse(name, cache, spec, f"dtype {cache.dtype} is not known")
     if cache.element_size() != spec.element_bytes:
-        raise _refuse(name, cache, spec, f"its elements have {cache.element_size()} bytes, not {spec.element_bytes}")
+        raise _refuse(
+            name,
+            cache,
+            spec,
+            f"its elements have {cache.element_size()} bytes, not {spec.element_bytes}",
+        )
     return cache.detach()
 
 
 def _split(axes: str, tensor: torch.Tensor, spec: KVSpec) -> int:
     """Kernel blocks in a block, from the length of the block axis; 0 if it does not divide."""
     length = tensor.shape[axes.index("b")]
-    if spec.num_blocks < 1 or length % spec.num_blocks or spec.block_tokens % max(1, length // spec.num_blocks):
+    if (
+        spec.num_blocks < 1
+        or length % spec.num_blocks
+        or spec.block_tokens % max(1, length // spec.num_blocks)
+    ):
         return 0
     return length // spec.num_blocks
 
@@ -151,9 +188,18 @@ def _fits(form: str, axes: str, tensor: torch.Tensor, spec: KVSpec) -> bool:
         return False
     heads = 1 if spec.mla else spec.num_kv_heads
     contents = {spec.head_size * (2 if form == "packed_heads" else 1)}
-    if form in ("packed_heads", "mla"):  # K and V of different sizes, or with their scales: the page's bytes decide
+    if form in (
+        "packed_heads",
+        "mla",
+    ):  # K and V of different sizes, or with their scales: the page's bytes decide
         contents.add(spec.page_bytes // (spec.element_bytes * heads * spec.block_tokens))
-    want = {"k": {2}, "b": {spec.num_blocks * split}, "h": {heads}, "n": {spec.block_tokens // split}, "c": contents}
+    want = {
+        "k": {2},
+        "b": {spec.num_blocks * split},
+        "h": {heads},
+        "n": {spec.block_tokens // split},
+        "c": contents,
+    }
     return all(size in want[axis] for axis, size in zip(axes, tensor.shape, strict=True))
 
 
@@ -164,7 +210,10 @@ def _cut(axes: str, tensor: torch.Tensor, spec: KVSpec) -> tuple[str, tuple[Plan
     all_axes: list[_Axis] = []
     for letter, size, stride in zip(axes, tensor.shape, tensor.stride(), strict=True):
         if letter == "b":
-            all_axes += [_Axis("b", spec.num_blocks, stride * item * split), _Axis("r", split, stride * item)]
+            all_axes += [
+                _Axis("b", spec.num_blocks, stride * item * split),
+                _Axis("r", split, stride * item),
+            ]
         else:
             all_axes.append(_Axis(letter, size, stride * item))
     # Axes of length 1 have no stride that means anything.
@@ -172,7 +221,10 @@ def _cut(axes: str, tensor: torch.Tensor, spec: KVSpec) -> tuple[str, tuple[Plan
     extent = item
     for axis in long:
         if axis.stride < extent:
-            return "", f"blocks or rows overlap (axis {axis.letter} has a stride of {axis.stride} bytes)"
+            return (
+                "",
+                f"blocks or rows overlap (axis {axis.letter} has a stride of {axis.stride} bytes)",
+            )
         extent += (axis.size - 1) * axis.stride
     inner = [axis for axis in long if axis.letter != "b"]
     width = item
@@ -195,7 +247,9 @@ def _cut(axes: str, tensor: torch.Tensor, spec: KVSpec) -> tuple[str, tuple[Plan
 
 def _describe(cache: object) -> str:
     if isinstance(cache, torch.Tensor):
-        strides = f"strides {tuple(cache.stride())}" if cache.layout == torch.strided else cache.layout
+        strides = (
+            f"strides {tuple(cache.stride())}" if cache.layout == torch.strided else cache.layout
+        )
         return f"tensor {tuple(cache.shape)} {strides} {cache.dtype} on {cache.device.type}"
     if isinstance(cache, (tuple, list)):
         return f"{type(cache).__name__} of [{', '.join(_describe(item) for item in cache)}]"

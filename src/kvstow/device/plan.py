@@ -54,14 +54,27 @@ def attach_groups(
             raise UnsupportedError(f"KV cache group {number} has no layers on this rank")
         missing = [name for name in specs if name not in kv_caches]
         if missing:
-            raise UnsupportedError(f"KV cache group {number}: the engine gave no KV cache for layer {missing[0]}")
+            raise UnsupportedError(
+                f"KV cache group {number}: the engine gave no KV cache for layer {missing[0]}"
+            )
         if len({(spec.block_tokens, spec.num_blocks) for spec in specs.values()}) > 1:
-            raise UnsupportedError(f"KV cache group {number}: layers {', '.join(specs)} differ in block size or count")
-        plans.append(GroupPlan([recognise(name, kv_caches[name], spec, device_type) for name, spec in specs.items()]))
+            raise UnsupportedError(
+                f"KV cache group {number}: layers {', '.join(specs)} differ in block size or count"
+            )
+        plans.append(
+            GroupPlan(
+                [
+                    recognise(name, kv_caches[name], spec, device_type)
+                    for name, spec in specs.items()
+                ]
+            )
+        )
     return plans
 
 
-def check(transfer: Transfer, plans: Sequence[GroupPlan], pool_bytes: int, shard: int, *, load: bool) -> Move:
+def check(
+    transfer: Transfer, plans: Sequence[GroupPlan], pool_bytes: int, shard: int, *, load: bool
+) -> Move:
     """``transfer`` with everything verified that could make a copy touch a byte that is not its own.
 
     Raises ``CopyError``. ``pool_bytes`` is the length of the mapped pool, 0 when none is.
@@ -70,18 +83,26 @@ def check(transfer: Transfer, plans: Sequence[GroupPlan], pool_bytes: int, shard
     if kind != "pool":
         raise CopyError(f"this device copies to and from the pool, not a {kind!r} place")
     if not 0 <= transfer.group < len(plans) or not 0 <= shard < len(spans):
-        raise CopyError(f"no group {transfer.group}, or no shard {shard} in a place of {len(spans)} spans")
+        raise CopyError(
+            f"no group {transfer.group}, or no shard {shard} in a place of {len(spans)} spans"
+        )
     plan, span = plans[transfer.group], spans[shard]
     ids = tuple(transfer.block_ids)
     if span.offset < 0 or span.length <= 0 or span.offset + span.length > pool_bytes:
         raise CopyError(f"{span} is outside the pool of {pool_bytes} bytes")
     if span.length % plan.block_bytes:
-        raise CopyError(f"{span} is no multiple of {plan.block_bytes} bytes, a block over all layers")
+        raise CopyError(
+            f"{span} is no multiple of {plan.block_bytes} bytes, a block over all layers"
+        )
     blocks_per_chunk = span.length // plan.block_bytes
     if transfer.first_block < 0 or transfer.first_block + len(ids) > blocks_per_chunk:
-        raise CopyError(f"blocks {transfer.first_block} to +{len(ids)} of a chunk of {blocks_per_chunk}")
+        raise CopyError(
+            f"blocks {transfer.first_block} to +{len(ids)} of a chunk of {blocks_per_chunk}"
+        )
     if ids and not (min(ids) >= 0 and max(ids) < plan.num_blocks):
-        raise CopyError(f"block ids from {min(ids)} to {max(ids)}, the device has {plan.num_blocks} blocks")
+        raise CopyError(
+            f"block ids from {min(ids)} to {max(ids)}, the device has {plan.num_blocks} blocks"
+        )
     if load and len(set(ids)) != len(ids):
         raise CopyError("a block would be loaded twice by one transfer")
     return Move(transfer.group, ids, transfer.first_block, span.offset, blocks_per_chunk)

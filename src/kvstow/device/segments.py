@@ -60,8 +60,12 @@ class GroupAddresses:
         ids = torch.tensor(move.ids, dtype=torch.int64)
         order = torch.arange(move.first, move.first + len(move.ids))
         device = (self._base + self._stride * ids).flatten()
-        host = self._prefix * move.blocks_per_chunk + self._page * order + (self._within + move.offset)
-        return _cut(_joined(device, host.flatten(), self._width.expand(-1, len(ids)).flatten()), piece_bytes)
+        host = (
+            self._prefix * move.blocks_per_chunk + self._page * order + (self._within + move.offset)
+        )
+        return _cut(
+            _joined(device, host.flatten(), self._width.expand(-1, len(ids)).flatten()), piece_bytes
+        )
 
 
 def _joined(device: torch.Tensor, host: torch.Tensor, sizes: torch.Tensor) -> Segments:
@@ -101,7 +105,9 @@ class Arena:
             for layer in plan.layers:
                 for plane in layer.planes:
                     storage = plane.untyped_storage()
-                    memory[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=plane.device).set_(storage)
+                    memory[storage.data_ptr()] = torch.empty(
+                        0, dtype=torch.uint8, device=plane.device
+                    ).set_(storage)
         self._starts = sorted(memory)
         self._flat = [memory[start] for start in self._starts]
 

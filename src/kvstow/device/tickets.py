@@ -14,7 +14,12 @@ from kvstow.errors import CopyError
 from kvstow.runtime import Clock, Executor
 
 FENCE_TIMEOUT_S: Final = 30.0  # tens of GB at memory speed: what takes longer is stuck
-FAILURES: Final = (CopyError, RuntimeError, IndexError, ValueError)  # of a copy: a miss; anything else is a bug
+FAILURES: Final = (
+    CopyError,
+    RuntimeError,
+    IndexError,
+    ValueError,
+)  # of a copy: a miss; anything else is a bug
 
 
 class TicketDevice:
@@ -29,7 +34,9 @@ class TicketDevice:
         self._clock = clock
         self._fence_timeout_s = fence_timeout_s
         self._in_flight: dict[int, int] = {}  # ticket to its transfers
-        self._given_up: set[int] = set()  # a fence could not wait for these: whatever they moved is not to be used
+        self._given_up: set[int] = (
+            set()
+        )  # a fence could not wait for these: whatever they moved is not to be used
         self._ended: list[Finished] = []
         self._closed = False
         self._plans: list[GroupPlan] = []
@@ -46,7 +53,9 @@ class TicketDevice:
         raise NotImplementedError
 
     def map_pool(self, pool: memoryview, shard: int) -> None:
-        with torch.inference_mode(False):  # an inference tensor made here could not be written on another thread
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor made here could not be written on another thread
             self._pool = torch.frombuffer(pool, dtype=torch.uint8)
         self._shard = shard
 
@@ -87,14 +96,21 @@ class TicketDevice:
             return Finished(ticket, tuple(failed), error_text, moved, clock.monotonic() - began)
 
         self._in_flight[ticket] = len(batch)
-        if self._closed or not self._executor.submit(work, lambda done, error: self._end(ticket, done, error)):
-            self._end(ticket, None, CopyError("the device is closed, or its queue of copies is full"))
+        if self._closed or not self._executor.submit(
+            work, lambda done, error: self._end(ticket, done, error)
+        ):
+            self._end(
+                ticket, None, CopyError("the device is closed, or its queue of copies is full")
+            )
 
     def _end(self, ticket: int, done: Finished | None, error: BaseException | None) -> None:
         count = self._in_flight.pop(ticket)
         if ticket in self._given_up:
             self._given_up.discard(ticket)
-            done, error = None, CopyError(f"the copy took longer than a fence waits ({self._fence_timeout_s} s)")
+            done, error = (
+                None,
+                CopyError(f"the copy took longer than a fence waits ({self._fence_timeout_s} s)"),
+            )
         self._ended.append(done or Finished(ticket, tuple(range(count)), str(error), 0, 0.0))
 
     def finished(self) -> list[Finished]:
@@ -112,7 +128,9 @@ class TicketDevice:
             left = deadline - self._clock.monotonic()
             if left <= 0 or not self._executor.wait(left):
                 self._given_up |= waiting
-                raise CopyError(f"{len(waiting)} copies did not end within {self._fence_timeout_s} s")
+                raise CopyError(
+                    f"{len(waiting)} copies did not end within {self._fence_timeout_s} s"
+                )
             self._executor.poll()
             waiting &= self._in_flight.keys()
 

@@ -45,7 +45,9 @@ class Extents(Slots):
         self._clock = clock
         self._table = table
         self._fds = list(fds)
-        self._space = bytearray([preallocated]) * self.slots  # whether a slot is known to have space
+        self._space = (
+            bytearray([preallocated]) * self.slots
+        )  # whether a slot is known to have space
         self._generations = [0] * self.slots
         self._latest = 0
         self._grow_s = clock.monotonic()
@@ -98,7 +100,9 @@ class Extents(Slots):
     def close(self, timeout_s: float = 0.0) -> None:
         table, self._table = self._table, None
         if table is not None and not table.close(timeout_s):
-            del self._fds[:1]  # closed, its number could be another file's by the time of the thread's next write
+            del self._fds[
+                :1
+            ]  # closed, its number could be another file's by the time of the thread's next write
         while self._fds:
             os.close(self._fds.pop())
 

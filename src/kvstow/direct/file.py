@@ -28,11 +28,15 @@ class FileMedia:
 
     name = "direct storage (file)"
 
-    def __init__(self, fd: int, shard: int, areas: int, area_bytes: int, *, io: tuple[Io, Io] = IO) -> None:
+    def __init__(
+        self, fd: int, shard: int, areas: int, area_bytes: int, *, io: tuple[Io, Io] = IO
+    ) -> None:
         self.areas = areas
         self._fd = fd
         try:
-            self.memory = private_memory(areas * area_bytes, "staging")  # a device keeps it beyond ``close``
+            self.memory = private_memory(
+                areas * area_bytes, "staging"
+            )  # a device keeps it beyond ``close``
         except OSError as error:
             self.close()
             raise SettingsError(
@@ -52,14 +56,19 @@ class FileMedia:
         view = self._view(area, extent)
         payload = view[HEADER_BYTES : HEADER_BYTES + extent.length]
         view[HEADER_BYTES + extent.length :] = bytes(len(view) - HEADER_BYTES - extent.length)
-        view[:HEADER_BYTES] = seal_page(extent.tag, self._shard, extent.length, xxh3_128_digest(payload))
+        view[:HEADER_BYTES] = seal_page(
+            extent.tag, self._shard, extent.length, xxh3_128_digest(payload)
+        )
         self._all(self._pwritev, view, extent.offset, "written")
 
     def read(self, area: int, extent: Extent) -> None:
         view = self._view(area, extent)
         self._all(self._preadv, view, extent.offset, "read")
         checksum = check_page(view[:HEADER_BYTES], extent.tag, self._shard, extent.length)
-        if checksum is None or xxh3_128_digest(view[HEADER_BYTES : HEADER_BYTES + extent.length]) != checksum:
+        if (
+            checksum is None
+            or xxh3_128_digest(view[HEADER_BYTES : HEADER_BYTES + extent.length]) != checksum
+        ):
             raise FrameError("the payload's checksum does not match")
 
     def probe(self, area: int, extent: Extent) -> None:
@@ -75,7 +84,9 @@ class FileMedia:
             raise CopyError(f"a payload of {extent.length} bytes in staging area {area}")
         start = area * self._area_bytes
         if extent.offset < ALIGN or any(n % ALIGN for n in (extent.offset, start, self._address)):
-            raise CopyError(f"misaligned: {size} bytes at offset {extent.offset}, staging offset {start}")
+            raise CopyError(
+                f"misaligned: {size} bytes at offset {extent.offset}, staging offset {start}"
+            )
         return self.memory[start : start + size]
 
     def _all(self, move: Io, view: memoryview, offset: int, done: str) -> None:

@@ -31,7 +31,11 @@ class Geometry:
         """Extents behind a superblock and, in the first file, the table."""
         sizes = extent_bytes(layout)
         table = align_up(slots * RECORD_BYTES)
-        return cls(slots, sizes, tuple(SUPERBLOCK_BYTES + (table if i == 0 else 0) for i in range(len(sizes))))
+        return cls(
+            slots,
+            sizes,
+            tuple(SUPERBLOCK_BYTES + (table if i == 0 else 0) for i in range(len(sizes))),
+        )
 
     @classmethod
     def bare(cls, layout: ChunkLayout, slots: int) -> Geometry:
@@ -49,7 +53,9 @@ class Geometry:
 
     def place(self, slot: int, lengths: tuple[int, ...], tag: bytes) -> Place:
         """Of each shard the extent's offset and its payload's length: the header page, ``tag`` in it, comes first."""
-        offsets = (first + slot * size for first, size in zip(self.offsets, self.extent_bytes, strict=True))
+        offsets = (
+            first + slot * size for first, size in zip(self.offsets, self.extent_bytes, strict=True)
+        )
         return Place("direct", tuple(map(Span, offsets, lengths)), tag)
 
 

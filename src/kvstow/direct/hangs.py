@@ -30,5 +30,9 @@ class Hangs:
         before = bool(self)
         self._ranks = {rank for rank in self._ranks | ranks.keys() if ranks.get(rank, True)}
         if bool(self) is not before:
-            logger.warning("Tier direct is bypassed: NVMe does not answer" if self else "Tier direct is in use again")
+            logger.warning(
+                "Tier direct is bypassed: NVMe does not answer"
+                if self
+                else "Tier direct is in use again"
+            )
             self._metrics.gauge("tier_state", BYPASSED if self else WORKING, tier="direct")

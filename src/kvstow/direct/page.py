@@ -48,7 +48,9 @@ def seal_page(tag: bytes, shard: int, length: int, checksum: bytes | None) -> by
         raise FrameError(f"a key of {len(key)} bytes")
     page = bytearray(HEADER_BYTES)
     generation = int.from_bytes(tag[:_GENERATION_BYTES], "little")
-    _HEAD.pack_into(page, 0, MAGIC, _CHECKSUM * (checksum is not None), shard, generation, length, len(key), key)
+    _HEAD.pack_into(
+        page, 0, MAGIC, _CHECKSUM * (checksum is not None), shard, generation, length, len(key), key
+    )
     if checksum is not None:
         page[_CHECKSUM_AT : _CHECKSUM_AT + _CHECKSUM_BYTES] = checksum
     page[_HEADER_CHECKSUM_AT:] = xxh3_128_digest(memoryview(page)[:_HEADER_CHECKSUM_AT])
@@ -57,7 +59,10 @@ def seal_page(tag: bytes, shard: int, length: int, checksum: bytes | None) -> by
 
 def check_page(page: bytes | memoryview, tag: bytes, shard: int, length: int) -> bytes | None:
     """The payload's checksum, if the page has one. Raises ``FrameError`` unless it is this very filling's page."""
-    if len(page) != HEADER_BYTES or xxh3_128_digest(page[:_HEADER_CHECKSUM_AT]) != page[_HEADER_CHECKSUM_AT:]:
+    if (
+        len(page) != HEADER_BYTES
+        or xxh3_128_digest(page[:_HEADER_CHECKSUM_AT]) != page[_HEADER_CHECKSUM_AT:]
+    ):
         raise FrameError("its header page is damaged, or was never written")
     magic, flags, of_shard, generation, of_length, key_length, key = _HEAD.unpack_from(page)
     if magic != MAGIC or flags & ~_CHECKSUM or not 1 <= key_length <= MAX_KEY_BYTES:

@@ -150,7 +150,9 @@ class Pipeline(Generic[T]):
                 self._mover.fence(tuple(self._copying))
             self._advance()
             left_s = deadline_s - self._clock.monotonic()
-            if left_s <= 0 or (not self._copying and self._executor.outstanding and not self._executor.wait(left_s)):
+            if left_s <= 0 or (
+                not self._copying and self._executor.outstanding and not self._executor.wait(left_s)
+            ):
                 return
 
     def close(self) -> None:
@@ -187,12 +189,17 @@ class Pipeline(Generic[T]):
         """End what does not get on, so that no request waits for it and no page is kept for it."""
         now_s = self._clock.monotonic()
         late = [
-            item for item in [*self._moving, *self._loads, *self._stores]
-            if now_s - (max(item.job.began_s, self._progress_s) if item.began_s is None else item.began_s) > HUNG_S
-        ]  # fmt: skip
+            item
+            for item in [*self._moving, *self._loads, *self._stores]
+            if now_s
+            - (max(item.job.began_s, self._progress_s) if item.began_s is None else item.began_s)
+            > HUNG_S
+        ]
         if not self.hung and any(item in self._moving for item in late):
             # Others are queued behind what has begun; where nothing has, behind a scrub.
-            stuck = min(self._moving, key=lambda item: inf if item.began_s is None else item.began_s)
+            stuck = min(
+                self._moving, key=lambda item: inf if item.began_s is None else item.began_s
+            )
             self._hung, self._aside_s = stuck.extent, now_s + ASIDE_S
         what = "NVMe did not answer" if self.hung else "no staging was free"
         for item in late:
@@ -246,7 +253,9 @@ class Pipeline(Generic[T]):
     def _copy(self, item: _Item[T]) -> None:
         number, self._next = self._next, self._next + 1
         self._copying[number] = item
-        self._mover.start(number, item.item, item.area, load=item.job.load, length=item.extent.length)
+        self._mover.start(
+            number, item.item, item.area, load=item.job.load, length=item.extent.length
+        )
 
     def _io(self, item: _Item[T], move: Callable[[int, Extent], None]) -> None:
         area = item.area
@@ -257,7 +266,9 @@ class Pipeline(Generic[T]):
                 move(area, item.extent)
 
         self._moving.add(item)
-        if not self._executor.submit(work, lambda _, error: self._moved(item, area, error), urgent=item.job.load):
+        if not self._executor.submit(
+            work, lambda _, error: self._moved(item, area, error), urgent=item.job.load
+        ):
             self._moving.remove(item)
             self._end(item, "too much is queued for NVMe")
 
@@ -291,4 +302,6 @@ class Pipeline(Generic[T]):
         seconds = self._clock.monotonic() - job.began_s
         why = next(iter(job.failed.values()), None)
         failed = tuple(sorted(job.failed))
-        self._ended.append(Ended(job.ticket, job.load, failed, job.io_failed, why, job.moved_bytes, seconds))
+        self._ended.append(
+            Ended(job.ticket, job.load, failed, job.io_failed, why, job.moved_bytes, seconds)
+        )

@@ -60,7 +60,9 @@ def load() -> tuple[Any, Any]:
         raise UnsupportedError(f"rebel.rds can't be imported: {error}") from error
     try:
         if not rds.is_available():
-            raise UnsupportedError("rebel.rds.is_available() is false: see rebellions-rds-binding.service")
+            raise UnsupportedError(
+                "rebel.rds.is_available() is false: see rebellions-rds-binding.service"
+            )
         if rds.query_available_device_count() < 1:
             raise UnsupportedError("rebel.rds finds no device bound for direct storage")
     except RuntimeError as error:
@@ -149,7 +151,9 @@ class RdsMedia:
             intact = False
         if not intact:
             del self._sampled[slot]
-            logger.error("RDS scrub: a chunk is not what was written to NVMe. It is a miss from now on")
+            logger.error(
+                "RDS scrub: a chunk is not what was written to NVMe. It is a miss from now on"
+            )
             self._chunks.pop(slot).close()
 
     def _read_page(self, chunk: Any, staged: Staged, extent: Extent) -> bytes | None:

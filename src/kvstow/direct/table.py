@@ -23,7 +23,9 @@ from kvstow.runtime import Clock, Executor
 
 logger = logging.getLogger("kvstow")
 
-WORK_DEADLINE_S: Final = 30.0  # an idle engine is kept stepping at most this long for a write that hangs
+WORK_DEADLINE_S: Final = (
+    30.0  # an idle engine is kept stepping at most this long for a write that hangs
+)
 MAX_GENERATION: Final = 1 << 63  # of the 64 bits of a record and of a header page
 _BODY: Final = struct.Struct("<QH98s12x")
 _EMPTY: Final = bytes(RECORD_BYTES)
@@ -67,7 +69,9 @@ class Table:
     def read(self) -> list[tuple[int, int, ChunkKey]]:
         """What an earlier engine left: see ``entries``; nothing where it can't be read. Blocks: for the start."""
         try:
-            return entries(os.pread(self._fd, self._slots * RECORD_BYTES, SUPERBLOCK_BYTES), self._slots)
+            return entries(
+                os.pread(self._fd, self._slots * RECORD_BYTES, SUPERBLOCK_BYTES), self._slots
+            )
         except OSError as error:
             logger.error("Direct storage: its table can't be read, so nothing is found: %s", error)
             return []
@@ -111,5 +115,8 @@ class Table:
 
     def _written(self, _: None, error: BaseException | None) -> None:
         if error is not None and not self._failed:
-            logger.error("Direct storage: its table can't be written, so the next start will find less: %s", error)
+            logger.error(
+                "Direct storage: its table can't be written, so the next start will find less: %s",
+                error,
+            )
         self._failed = error is not None

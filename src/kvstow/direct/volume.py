@@ -86,7 +86,10 @@ def paths_for(given: Sequence[str], shards: int, engine: int) -> tuple[str, ...]
             f"direct.path names {len(given)} files; {shards} ranks of {engine + 1} engines on this host need one each: "
             "name as many, or one directory"
         )
-    return tuple(_within(path, engine, shard) if os.path.isdir(path) else path for shard, path in enumerate(mine))
+    return tuple(
+        _within(path, engine, shard) if os.path.isdir(path) else path
+        for shard, path in enumerate(mine)
+    )
 
 
 def device_bytes(path: str) -> int | None:
@@ -105,10 +108,14 @@ def device_bytes(path: str) -> int | None:
         os.close(fd)
 
 
-def open_volume(paths: Sequence[str], geometry: Geometry, *, consent: bool, lock_timeout_s: float) -> Volume:
+def open_volume(
+    paths: Sequence[str], geometry: Geometry, *, consent: bool, lock_timeout_s: float
+) -> Volume:
     """Lock every file, and format them all unless they are one set of this geometry. Raises ``SettingsError``."""
     if len({os.path.realpath(path) for path in paths}) < len(paths):
-        raise SettingsError(f"direct.path: {', '.join(paths)}: each rank needs a file or block device of its own")
+        raise SettingsError(
+            f"direct.path: {', '.join(paths)}: each rank needs a file or block device of its own"
+        )
     fds: list[int] = []
     try:
         for path in paths:
@@ -130,7 +137,9 @@ def open_volume(paths: Sequence[str], geometry: Geometry, *, consent: bool, lock
                 _allocate(fd, path, geometry.file_bytes(shard))  # as it was, unless somebody cut it
             return Volume(tuple(paths), tuple(fds), set_id)
         if any(block is not None and block.slots for block in blocks):
-            logger.warning("Direct storage starts empty: size, KV layout or ranks are not those it was made for")
+            logger.warning(
+                "Direct storage starts empty: size, KV layout or ranks are not those it was made for"
+            )
         return Volume(tuple(paths), tuple(fds), _format(fds, paths, geometry))
     except OSError as error:
         _close(fds)
@@ -145,16 +154,22 @@ def open_extents(path: str, set_id: bytes, geometry: Geometry, shard: int) -> in
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
-        raise UnsupportedError(f"direct.path {path} can't be opened for direct I/O: {error.strerror}") from error
+        raise UnsupportedError(
+            f"direct.path {path} can't be opened for direct I/O: {error.strerror}"
+        ) from error
     try:
         # Through this descriptor: by its path it might be another file, put there in between.
         if read_superblock(fd) == _superblock(set_id, geometry, shard):
             return fd
     except OSError as error:
         os.close(fd)
-        raise UnsupportedError(f"direct.path {path} can't be read with direct I/O: {error.strerror}") from error
+        raise UnsupportedError(
+            f"direct.path {path} can't be read with direct I/O: {error.strerror}"
+        ) from error
     os.close(fd)
-    raise UnsupportedError(f"direct.path {path} isn't shard {shard} of the set that this engine opened")
+    raise UnsupportedError(
+        f"direct.path {path} isn't shard {shard} of the set that this engine opened"
+    )
 
 
 def _is_volume(path: str) -> bool:
@@ -214,7 +229,9 @@ def _empty_file(fd: int) -> bool:
 
 def _superblock(set_id: bytes, geometry: Geometry, shard: int) -> Superblock:
     sizes = geometry.extent_bytes
-    return Superblock(set_id, shard, len(sizes), geometry.slots, sizes[shard], geometry.offsets[shard])
+    return Superblock(
+        set_id, shard, len(sizes), geometry.slots, sizes[shard], geometry.offsets[shard]
+    )
 
 
 def _format(fds: Sequence[int], paths: Sequence[str], geometry: Geometry) -> bytes:
@@ -243,7 +260,9 @@ def _format(fds: Sequence[int], paths: Sequence[str], geometry: Geometry) -> byt
 def _allocate(fd: int, path: str, size_bytes: int) -> None:
     if stat.S_ISBLK(os.fstat(fd).st_mode):
         if (there := os.lseek(fd, 0, os.SEEK_END)) < size_bytes:
-            raise SettingsError(f"direct.path {path} has {there:,} bytes, direct.size asks for {size_bytes:,} of it")
+            raise SettingsError(
+                f"direct.path {path} has {there:,} bytes, direct.size asks for {size_bytes:,} of it"
+            )
         return
     room = os.statvfs(path)
     free_bytes = room.f_bavail * room.f_frsize

@@ -21,7 +21,9 @@ from kvstow.policy.base import MAX_LEASED_SKIPS, Evictable
 SMALL_SHARE: Final = 0.1
 MAX_FREQUENCY: Final = 3
 PROMOTE_ABOVE: Final = 1
-MAX_STEPS: Final = 1024  # at about 1 µs a step: 1 ms at worst; amortised, each step is paid for by one touch
+MAX_STEPS: Final = (
+    1024  # at about 1 µs a step: 1 ms at worst; amortised, each step is paid for by one touch
+)
 
 _Queue = OrderedDict[ChunkKey, int]  # key to size, oldest first
 
@@ -68,10 +70,14 @@ class S3FIFO:
         while True:
             steps += 1
             small_left = skipped_small < len(self._small)
-            main_left = skipped_main < (MAX_FREQUENCY + 1) * len(self._main)  # visits until the last frequency is 0
+            main_left = skipped_main < (MAX_FREQUENCY + 1) * len(
+                self._main
+            )  # visits until the last frequency is 0
             if skipped_small + skipped_main >= MAX_LEASED_SKIPS or not (small_left or main_left):
                 return None
-            from_small = small_left and (self._small_size > SMALL_SHARE * self._total_size or not main_left)
+            from_small = small_left and (
+                self._small_size > SMALL_SHARE * self._total_size or not main_left
+            )
             queue = self._small if from_small else self._main
             key = next(iter(queue))
             if steps <= MAX_STEPS and self._spare(key, from_small):

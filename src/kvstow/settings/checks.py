@@ -16,7 +16,8 @@ from kvstow.settings.values import format_size
 
 MIN_CHUNKS: Final = 4  # one filled, one loaded, one sealed, and one left to hit
 _MEMORY_HINT: Final = (
-    "Set memory.size to less, or give the container more (docker run --memory, resources.limits.memory in Kubernetes)"
+    "Set memory.size to less, or give the container more "
+    "(docker run --memory, resources.limits.memory in Kubernetes)"
 )
 
 
@@ -54,7 +55,11 @@ def check_host(settings: Settings, facts: HostFacts, engines: int = 1) -> None:
     parallel; each has its own pool) into what there is."""
     size, memory = settings.memory.size, facts.memory
     if memory is not None:
-        owner, total, left = memory.owner, format_size(memory.total_bytes), format_size(memory.available_bytes)
+        owner, total, left = (
+            memory.owner,
+            format_size(memory.total_bytes),
+            format_size(memory.available_bytes),
+        )
         if size * engines > memory.total_bytes:
             pools = f" for each of {engines} engines on this host" if engines > 1 else ""
             raise SettingsError(
@@ -77,7 +82,9 @@ def check_host(settings: Settings, facts: HostFacts, engines: int = 1) -> None:
 def _check_pool_dir(settings: Settings, facts: HostFacts) -> None:
     size, folder, free = settings.memory.size, settings.memory.pool_dir, facts.pool_dir_free_bytes
     if facts.pool_dir_problem is not None:
-        raise SettingsError(f"memory.pool_dir {folder} {facts.pool_dir_problem}: create it, or leave it unset")
+        raise SettingsError(
+            f"memory.pool_dir {folder} {facts.pool_dir_problem}: create it, or leave it unset"
+        )
     if free is not None and size > free:
         raise SettingsError(
             f"memory.size {format_size(size)} is more than the {format_size(free)} free in memory.pool_dir {folder}. "
@@ -97,7 +104,9 @@ def check_disk(settings: Settings, frame_bytes: int) -> None:
     if not disk.paths:
         return
     if disk.size is None:
-        raise SettingsError("disk.paths is set and disk.size is not: say how much they may hold, such as 500GB")
+        raise SettingsError(
+            "disk.paths is set and disk.size is not: say how much they may hold, such as 500GB"
+        )
     least = MIN_CHUNKS * frame_bytes * len(disk.paths)
     if disk.size < least:
         raise SettingsError(

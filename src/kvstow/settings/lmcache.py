@@ -14,7 +14,15 @@ from typing import Any, Final
 from kvstow.errors import SettingsError
 from kvstow.settings.lmcache_keys import ALIASES, CONNECTOR_KEYS, KEYS, OTHER_VARIABLES
 from kvstow.settings.lmcache_values import Given, Translation, translate
-from kvstow.settings.sources import EXTRA_CONFIG, Effective, Note, nearest, of_kubernetes, parse, shown_name
+from kvstow.settings.sources import (
+    EXTRA_CONFIG,
+    Effective,
+    Note,
+    nearest,
+    of_kubernetes,
+    parse,
+    shown_name,
+)
 from kvstow.settings.yamlfile import read_yaml
 
 PREFIX: Final = "LMCACHE_"
@@ -43,17 +51,27 @@ def convert_lmcache(file: str | None, *, workers: int) -> Translation:
     return Translation(entries, notes + more)
 
 
-def parse_lmcache(env: Mapping[str, str], extra_config: Mapping[str, Any] | None, *, workers: int) -> Effective:
+def parse_lmcache(
+    env: Mapping[str, str], extra_config: Mapping[str, Any] | None, *, workers: int
+) -> Effective:
     """kvstow's settings from all that is given, kvstow's own over LMCache's. Raises ``SettingsError`` naming source and
     key: a wrong type, or something that kvstow can't do and the user counts on."""
     extra = extra_config or {}
-    theirs = {key: value for key, value in extra.items() if str(key).startswith(OVERRIDE) or key in CONNECTOR_KEYS}
+    theirs = {
+        key: value
+        for key, value in extra.items()
+        if str(key).startswith(OVERRIDE) or key in CONNECTOR_KEYS
+    }
     given, notes = gather(env, theirs)
     entries, more = translate(given, workers)
     own = {key: value for key, value in extra.items() if key not in theirs}
     effective = parse(None, env, own, base=entries)
     notes += more
-    won = [f"{e.key} ({effective.sources[e.key]})" for e in entries if effective.sources[e.key] != e.source]
+    won = [
+        f"{e.key} ({effective.sources[e.key]})"
+        for e in entries
+        if effective.sources[e.key] != e.source
+    ]
     if won:
         notes.append(Note(True, f"kvstow's own settings win over LMCache's: {', '.join(won)}"))
     return replace(effective, notes=tuple(notes))
@@ -72,7 +90,9 @@ def gather(
             if name in KEYS:
                 given[name] = Given(value, source)
             else:
-                said = f"{source} is not a key of LMCache's and is ignored; {nearest(written, KEYS)}"
+                said = (
+                    f"{source} is not a key of LMCache's and is ignored; {nearest(written, KEYS)}"
+                )
                 notes.append(Note(True, said))
 
     named_by = ""
@@ -83,16 +103,26 @@ def gather(
         take((str(key), value, f"{shown_name(str(key))} in {file}") for key, value in found)
     variables: list[tuple[str, object, str]] = []
     if env.get(FORCE_SKIP_SAVE, "").strip():
-        raise SettingsError(f"{FORCE_SKIP_SAVE} can't be served: to store nothing set kv_role to kv_consumer")
+        raise SettingsError(
+            f"{FORCE_SKIP_SAVE} can't be served: to store nothing set kv_role to kv_consumer"
+        )
     known = (CONFIG_FILE, FORCE_SKIP_SAVE)
     for variable in sorted(name for name in env if name.startswith(PREFIX) and name not in known):
         if variable in OTHER_VARIABLES:
             notes.append(Note(False, f"{variable} is ignored: {OTHER_VARIABLES[variable]}"))
         elif not of_kubernetes(variable, env[variable]):
-            variables.append((variable.removeprefix(PREFIX).lower(), _unquoted(env[variable]), shown_name(variable)))
+            variables.append(
+                (
+                    variable.removeprefix(PREFIX).lower(),
+                    _unquoted(env[variable]),
+                    shown_name(variable),
+                )
+            )
     take(variables)
     named = [key for key in extra if key in CONNECTOR_KEYS]
-    notes += [Note(False, f"{key} in {EXTRA_CONFIG} is ignored: {CONNECTOR_KEYS[key]}") for key in named]
+    notes += [
+        Note(False, f"{key} in {EXTRA_CONFIG} is ignored: {CONNECTOR_KEYS[key]}") for key in named
+    ]
     take(
         (key.removeprefix(OVERRIDE), value, f"{shown_name(key)} in {EXTRA_CONFIG}")
         for key, value in extra.items()

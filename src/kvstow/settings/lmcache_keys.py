@@ -115,10 +115,14 @@ _IGNORED: Final = {
 }
 
 
-def _table(mapped: Mapping[str, str], refused: Mapping[str, str], ignored: Mapping[str, str]) -> dict[str, Key]:
+def _table(
+    mapped: Mapping[str, str], refused: Mapping[str, str], ignored: Mapping[str, str]
+) -> dict[str, Key]:
     rows = [Key(name, Fate.MAPPED, text) for name, text in mapped.items()]
     rows += [Key(name, Fate.REFUSED, why) for name, why in refused.items()]
-    rows += [Key(name, Fate.IGNORED, why) for why, names in ignored.items() for name in names.split()]
+    rows += [
+        Key(name, Fate.IGNORED, why) for why, names in ignored.items() for name in names.split()
+    ]
     return {row.name: row for row in rows}
 
 

@@ -16,15 +16,22 @@ from kvstow.settings.values import MASK, format_size, redact_url
 GIB: Final = 1 << 30  # LMCache calls it GB
 MIB: Final = 1 << 20
 MAX_NUMBER: Final = 1e9  # GiB or seconds: more is a mistake
-URL_KEYS: Final = ("remote_url", "remote_storage_plugins")  # a password may be in what is written there
+URL_KEYS: Final = (
+    "remote_url",
+    "remote_storage_plugins",
+)  # a password may be in what is written there
 DEFAULT_POOL_GIB: Final = 5.0
 DEFAULT_REDIS: Final = "redis://localhost:6379"
 RDS: Final = "RDSBackend"
 POLICIES: Final = {"LRU": "lru", "FIFO": "lru", "LFU": "s3fifo"}
 MOONCAKE: Final = {
-    "master_server_address": "", "metadata_server": "mooncake.metadata", "protocol": "mooncake.protocol",
-    "device_name": "mooncake.device", "local_hostname": "mooncake.local_hostname", "global_segment_size": "",
-}  # fmt: skip
+    "master_server_address": "",
+    "metadata_server": "mooncake.metadata",
+    "protocol": "mooncake.protocol",
+    "device_name": "mooncake.device",
+    "local_hostname": "mooncake.local_hostname",
+    "global_segment_size": "",
+}
 DEFAULT_SEGMENT_BYTES: Final = 3_355_443_200  # as LMCache lends, for each worker
 AMAZON: Final = re.compile(r"(.+?)\.(s3[.-].*\.amazonaws\.com)")
 CODECS: Final = {"naive": "raw", "cachegen": "cachegen"}
@@ -87,7 +94,9 @@ class _Translator:
 
     def _wrong(self, name: str, wanted: str, *, secret: bool = False) -> SettingsError:
         value = "" if secret or name in URL_KEYS else f" = {shown(self._raw(name))}"
-        return SettingsError(f"LMCache's {name}{value} (from {self._source(name)}): expected {wanted}")
+        return SettingsError(
+            f"LMCache's {name}{value} (from {self._source(name)}): expected {wanted}"
+        )
 
     def _source(self, name: str) -> str:
         return self._given[name].source if name in self._given else "LMCache's default"
@@ -159,7 +168,9 @@ class _Translator:
             key = KEYS[name]
             if key.fate is Fate.REFUSED:
                 if not _is_off(value):
-                    raise SettingsError(f"LMCache's {name} (from {source}) can't be served: {key.why}. Remove it")
+                    raise SettingsError(
+                        f"LMCache's {name} (from {source}) can't be served: {key.why}. Remove it"
+                    )
                 off.append(name)
             elif key.fate is Fate.IGNORED:
                 ignored.setdefault(key.why, []).append(source)
@@ -170,9 +181,10 @@ class _Translator:
 
     def plain(self) -> None:
         for name, key in (
-            ("chunk_size", "chunk_size"), ("min_retrieve_tokens", "fetch.min_tokens"),
+            ("chunk_size", "chunk_size"),
+            ("min_retrieve_tokens", "fetch.min_tokens"),
             ("priority_limit", "priority_limit"),
-        ):  # fmt: skip
+        ):
             if self._raw(name) is not None:
                 self._set(key, self._integer(name), name)
         if self._raw("save_decode_cache") is not None:
@@ -191,7 +203,11 @@ class _Translator:
         options: dict[str, dict[str, Any]] = {}
         for name in self._names("storage_plugins"):
             start = f"storage_plugin.{name}."
-            own = {key.removeprefix(start): value for key, value in self._extra.items() if key.startswith(start)}
+            own = {
+                key.removeprefix(start): value
+                for key, value in self._extra.items()
+                if key.startswith(start)
+            }
             self._used |= {start + key for key in own}
             module, factory = own.pop("module_path", None), own.pop("class_name", None)
             if RDS in (name, factory):
@@ -199,7 +215,9 @@ class _Translator:
                 continue
             if (module is None) != (factory is None):
                 near = f"storage_plugin.{shown_name(name)}."
-                raise SettingsError(f"LMCache's storage_plugins: extra_config needs {near}module_path and class_name")
+                raise SettingsError(
+                    f"LMCache's storage_plugins: extra_config needs {near}module_path and class_name"
+                )
             stores.append(f"{name}={module}:{factory}" if module else name)
             if own:
                 options[name] = own
@@ -218,10 +236,14 @@ class _Translator:
         if size is not None:
             self._used.add("rds_buffer_size")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise SettingsError("LMCache's extra_config: rds_buffer_size: expected MiB, an integer from 1 up")
+                raise SettingsError(
+                    "LMCache's extra_config: rds_buffer_size: expected MiB, an integer from 1 up"
+                )
             self._set("direct.staging_size", size * MIB * self._workers, "extra_config")
             total = format_size(size * MIB * self._workers)
-            self._say(f"rds_buffer_size is MiB of each worker: {size} x {self._workers} = direct.staging_size {total}")
+            self._say(
+                f"rds_buffer_size is MiB of each worker: {size} x {self._workers} = direct.staging_size {total}"
+            )
 
     def _from_extra(self, name: str, key: str) -> None:
         if name in self._extra:
@@ -240,7 +262,9 @@ class _Translator:
         return total
 
     def disk(self) -> None:
-        paths = [part.removeprefix("file://").rstrip("/") or "/" for part in self._names("local_disk")]
+        paths = [
+            part.removeprefix("file://").rstrip("/") or "/" for part in self._names("local_disk")
+        ]
         sharding = self._text("local_disk_path_sharding")
         if sharding not in (None, "by_gpu"):
             raise self._wrong("local_disk_path_sharding", "by_gpu")
@@ -250,7 +274,10 @@ class _Translator:
             return
         size = self._size("max_local_disk_size", 0.0, "disk.size")
         if not size:
-            self._say("local_disk is set and max_local_disk_size is 0: no disk tier, as in LMCache", warns=True)
+            self._say(
+                "local_disk is set and max_local_disk_size is 0: no disk tier, as in LMCache",
+                warns=True,
+            )
             return
         self._lower.append("local_disk")
         self._set("disk.paths", paths, "local_disk")
@@ -273,7 +300,11 @@ class _Translator:
                 self._set(f"{section}.codec", CODECS[serde], "remote_serde")
             if "blocking_timeout_secs" in self._given:
                 self._set(f"{section}.timeout_ms", timeout_ms, "blocking_timeout_secs")
-        idle = [name for name in ("remote_serde", "blocking_timeout_secs") if name in self._given and not sections]
+        idle = [
+            name
+            for name in ("remote_serde", "blocking_timeout_secs")
+            if name in self._given and not sections
+        ]
         if idle:
             self._say(f"{', '.join(idle)}: ignored. No remote tier is set")
 
@@ -287,14 +318,20 @@ class _Translator:
         for name in plugins:
             kind = name.partition(".")[0]
             if kind == "redis":
-                keys = (f"remote_storage_plugin.{name}.redis_url", "remote_storage_plugin.redis.redis_url", "redis_url")
+                keys = (
+                    f"remote_storage_plugin.{name}.redis_url",
+                    "remote_storage_plugin.redis.redis_url",
+                    "redis_url",
+                )
                 self._used |= {key for key in keys if key in self._extra}
                 own = next((str(self._extra[key]) for key in keys if self._extra.get(key)), None)
                 found.append((own or url or DEFAULT_REDIS, "remote_storage_plugins"))
             elif kind == "mooncakestore":
                 found.append((url or "mooncakestore://", "remote_storage_plugins"))
             else:
-                named = MASK if ":" in name else name  # a URL in the wrong place may have a password
+                named = (
+                    MASK if ":" in name else name
+                )  # a URL in the wrong place may have a password
                 raise SettingsError(
                     f"LMCache's remote_storage_plugins (from {self._source('remote_storage_plugins')}) names {named}: "
                     "kvstow has redis and mooncakestore; another store is a kvstow plug-in, see plugins.stores"
@@ -314,7 +351,9 @@ class _Translator:
             )
         section, written, topology = REMOTE_SCHEMES[scheme]
         if section != "redis":
-            return self._mooncake(rest, name) if section == "mooncake" else self._objects(rest, name)
+            return (
+                self._mooncake(rest, name) if section == "mooncake" else self._objects(rest, name)
+            )
         self._set("redis.url", f"{written}://{rest.replace(f'{scheme}://', '')}", name)
         if topology:
             self._set("redis.topology", topology, name)
@@ -354,7 +393,9 @@ class _Translator:
             if ours and found.get(theirs):
                 self._set(ours, found[theirs], "extra_config")
         lent = self._bytes_of_workers(found.get("global_segment_size", DEFAULT_SEGMENT_BYTES))
-        self._set("mooncake.segment_size", lent, "extra_config" if "global_segment_size" in found else "")
+        self._set(
+            "mooncake.segment_size", lent, "extra_config" if "global_segment_size" in found else ""
+        )
         self._say(
             f"global_segment_size is what each worker lends to Mooncake: mooncake.segment_size {format_size(lent)}"
         )
@@ -364,7 +405,9 @@ class _Translator:
         if isinstance(each, str) and each.isdecimal() and len(each) < 20:
             each = int(each)
         if isinstance(each, bool) or not isinstance(each, int) or each < 0:
-            raise SettingsError("LMCache's extra_config: global_segment_size: expected bytes, an integer from 0 up")
+            raise SettingsError(
+                "LMCache's extra_config: global_segment_size: expected bytes, an integer from 0 up"
+            )
         return each * self._workers
 
     def memory(self) -> None:
@@ -377,10 +420,15 @@ class _Translator:
                     f"LMCache's local_cpu is false (from {self._source('local_cpu')}) and no other tier is set: "
                     "nothing would be kept. Set local_cpu to true, or local_disk and max_local_disk_size, or remote_url"
                 )
-            self._say("local_cpu false: the pool stays, as the way to the other tiers; what is in it is a hit")
+            self._say(
+                "local_cpu false: the pool stays, as the way to the other tiers; what is in it is a hit"
+            )
         size = self._size("max_local_cpu_size", DEFAULT_POOL_GIB, "memory.size")
         if not size:
-            raise self._wrong("max_local_cpu_size", "more than 0: KV passes host memory on its way to every other tier")
+            raise self._wrong(
+                "max_local_cpu_size",
+                "more than 0: KV passes host memory on its way to every other tier",
+            )
         self._set("memory.size", size, "max_local_cpu_size")
 
     def rest_of_extra(self) -> None:
@@ -389,7 +437,9 @@ class _Translator:
                 continue
             key = EXTRA_KEYS.get(name)
             source = f"{shown_name(name)} in {self._source('extra_config')}"
-            if name in EXTRA_MAPPED or name.startswith(("storage_plugin.", "remote_storage_plugin.")):
+            if name in EXTRA_MAPPED or name.startswith(
+                ("storage_plugin.", "remote_storage_plugin.")
+            ):
                 self._say(f"{source}: ignored. No tier that it belongs to is asked for", warns=True)
             elif key is None:
                 near = nearest(name, [*EXTRA_KEYS, *EXTRA_MAPPED])

@@ -65,7 +65,10 @@ def _machine_memory(read: Read) -> Iterator[Memory]:
     if "MemTotal" in fields and "MemAvailable" in fields:
         yield Memory(fields["MemTotal"] << 10, fields["MemAvailable"] << 10, "this machine")
     if (read("/proc/sys/vm/overcommit_memory") or "").strip() == "2" and "CommitLimit" in fields:
-        limit, left = fields["CommitLimit"] << 10, (fields["CommitLimit"] - fields["Committed_AS"]) << 10
+        limit, left = (
+            fields["CommitLimit"] << 10,
+            (fields["CommitLimit"] - fields["Committed_AS"]) << 10,
+        )
         yield Memory(limit, max(0, left), "this machine (vm.overcommit_memory=2)")
 
 
@@ -81,7 +84,10 @@ def _cgroup_memory(read: Read) -> Iterator[Memory]:
             base, limit, usage, cached = "/sys/fs/cgroup", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             base, limit, usage, cached = (
-                "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_",
+                "/sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_",
             )
         else:
             continue
@@ -92,8 +98,14 @@ def _cgroup_memory(read: Read) -> Iterator[Memory]:
             if total is None or used is None or total >= _UNLIMITED:
                 continue
             fields = _fields(read(f"{folder}/memory.stat") or "")
-            reclaimable = fields.get(f"{cached}inactive_file", 0) + fields.get(f"{cached}active_file", 0)
-            yield Memory(total, max(0, total - max(0, used - reclaimable)), f"the container ({folder}/{limit})")
+            reclaimable = fields.get(f"{cached}inactive_file", 0) + fields.get(
+                f"{cached}active_file", 0
+            )
+            yield Memory(
+                total,
+                max(0, total - max(0, used - reclaimable)),
+                f"the container ({folder}/{limit})",
+            )
 
 
 def _fields(text: str) -> dict[str, int]:
@@ -119,13 +131,20 @@ def _room(pool_dir: str) -> tuple[int | None, str | None]:
     if not os.access(pool_dir, os.W_OK | os.X_OK):
         return None, "is not writable"
     stat = os.statvfs(pool_dir)
-    return stat.f_bavail * stat.f_frsize if stat.f_blocks else None, None  # hugetlbfs without a size does not say
+    return (
+        stat.f_bavail * stat.f_frsize if stat.f_blocks else None,
+        None,
+    )  # hugetlbfs without a size does not say
 
 
 def _holders() -> Iterator[Holder]:
     """Other processes of this user that hold an anonymous pool, one a pool (its ranks map it too)."""
     seen: set[int] = set()
-    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()) if os.path.isdir("/proc") else ():
+    for pid in (
+        sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
+        if os.path.isdir("/proc")
+        else ()
+    ):
         if pid == os.getpid():
             continue
         folder = f"/proc/{pid}/fd"

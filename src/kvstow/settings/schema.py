@@ -22,7 +22,15 @@ from kvstow.settings.sections.mooncake import Mooncake
 from kvstow.settings.sections.objects import Objects
 from kvstow.settings.sections.plugins import Plugins
 from kvstow.settings.sections.redis import Redis
-from kvstow.settings.values import Secret, format_size, masked, parse_names, parse_options, parse_paths, parse_size
+from kvstow.settings.values import (
+    Secret,
+    format_size,
+    masked,
+    parse_names,
+    parse_options,
+    parse_paths,
+    parse_size,
+)
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +45,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "auto"
     save_decode: Annotated[
         bool,
-        Meta(description="Store chunks of generated tokens too, not only of prompts; for conversations that continue."),
+        Meta(
+            description="Store chunks of generated tokens too, not only of prompts; for conversations that continue."
+        ),
     ] = False
     priority_limit: Annotated[
         Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None,
@@ -143,7 +153,11 @@ def leaves(root: type[Struct] = Settings, section: str = "") -> Iterator[Leaf]:
         if isinstance(hint, type) and issubclass(hint, Struct):
             yield from leaves(hint, field.name)
             continue
-        metas = [m for m in get_args(hint)[1:] if isinstance(m, Meta)] if get_origin(hint) is Annotated else []
+        metas = (
+            [m for m in get_args(hint)[1:] if isinstance(m, Meta)]
+            if get_origin(hint) is Annotated
+            else []
+        )
         text = next((m.description for m in metas if m.description), "")
         kind = next((str(m.extra["kind"]) for m in metas if m.extra), "")
         key = f"{section}.{field.name}" if section else field.name
@@ -154,10 +168,18 @@ def _words(hint: Any) -> list[str]:
     if get_origin(hint) is Annotated:
         inner, *metas = get_args(hint)
         limits = [m for m in metas if isinstance(m, Meta) and m.ge is not None and m.le is not None]
-        return [f"{word} from {m.ge} to {m.le}" for word in _words(inner) for m in limits] or _words(inner)
+        return [
+            f"{word} from {m.ge} to {m.le}" for word in _words(inner) for m in limits
+        ] or _words(inner)
     if get_origin(hint) is Literal:
         return [str(value) for value in get_args(hint)]
     if get_args(hint):
         return [word for part in get_args(hint) for word in _words(part)]
-    names = {int: "integer", bool: "true or false", str: "text", float: "number", type(None): "null"}
+    names = {
+        int: "integer",
+        bool: "true or false",
+        str: "text",
+        float: "number",
+        type(None): "null",
+    }
     return [names.get(hint, str(hint))]

@@ -29,7 +29,9 @@ SHOWN_CHARACTERS: Final = 60  # of a wrong value, in a message
 ALL: Final = "`kvstow reference settings` lists all"
 
 # Kubernetes gives every pod of a namespace variables named after its services; one called kvstow must not stop it.
-_KUBERNETES: Final = re.compile(r".*_SERVICE_HOST|.*_SERVICE_PORT(_\w+)?|.*_PORT_\d+_(TCP|UDP|SCTP)(_[A-Z]+)?")
+_KUBERNETES: Final = re.compile(
+    r".*_SERVICE_HOST|.*_SERVICE_PORT(_\w+)?|.*_PORT_\d+_(TCP|UDP|SCTP)(_[A-Z]+)?"
+)
 _KUBERNETES_PORT: Final = re.compile(r"(tcp|udp|sctp)://.*")
 
 
@@ -89,7 +91,10 @@ class Effective:
 
     def one_line(self) -> str:
         """All of it in one line for the log, with the source of what isn't a default."""
-        shown = (f"{r.key}={r.shown}" + (f" ({r.source})" if r.source != DEFAULT else "") for r in self.describe())
+        shown = (
+            f"{r.key}={r.shown}" + (f" ({r.source})" if r.source != DEFAULT else "")
+            for r in self.describe()
+        )
         return ", ".join(shown) + " (sizes are per engine, all ranks together)"
 
 
@@ -129,7 +134,9 @@ def parse(
     if file is None and CONFIG_FILE in env:
         file, named_by = env[CONFIG_FILE], f" (named by {CONFIG_FILE})"
         if not file.strip():
-            raise SettingsError(f"{CONFIG_FILE} is set but empty: unset it, or give it the path of a YAML file")
+            raise SettingsError(
+                f"{CONFIG_FILE} is set but empty: unset it, or give it the path of a YAML file"
+            )
 
     def take(entries: Iterable[tuple[str, str, object]], *, from_text: bool) -> None:
         seen: set[str] = set()
@@ -137,7 +144,10 @@ def parse(
             if key in seen:
                 raise SettingsError(f"setting {key} is given twice in {source}")
             seen.add(key)
-            values[key], sources[key] = _checked(known[key], raw, source, from_text=from_text), source
+            values[key], sources[key] = (
+                _checked(known[key], raw, source, from_text=from_text),
+                source,
+            )
 
     take(base, from_text=False)
     if file is not None:
@@ -162,7 +172,9 @@ def shown(raw: object) -> str:
     """A wrong value, for a message: nothing of a mapping, or a list but of plain words, where passwords may be."""
     if isinstance(raw, str):
         return repr(masked(raw)[:SHOWN_CHARACTERS])
-    if isinstance(raw, list) and all(isinstance(item, str) and _PLAIN.fullmatch(item) for item in raw):
+    if isinstance(raw, list) and all(
+        isinstance(item, str) and _PLAIN.fullmatch(item) for item in raw
+    ):
         return repr(str(raw)[:SHOWN_CHARACTERS])
     try:
         return repr(raw) if isinstance(raw, int | float | None) else f"a {type(raw).__name__}"
@@ -174,11 +186,15 @@ def _build(known: Iterable[Leaf], values: Mapping[str, Any]) -> Settings:
     parts: dict[str, dict[str, Any]] = {}
     for leaf in known:
         parts.setdefault(leaf.section, {})[leaf.name] = values[leaf.key]
-    sections = {f.name: f.type(**parts[f.name]) for f in msgspec.structs.fields(Settings) if f.name in parts}
+    sections = {
+        f.name: f.type(**parts[f.name]) for f in msgspec.structs.fields(Settings) if f.name in parts
+    }
     return Settings(**parts[""], **sections)
 
 
-def _flat(mapping: Mapping[Any, Any], source: str, known: Mapping[str, Leaf]) -> Iterator[tuple[str, str, object]]:
+def _flat(
+    mapping: Mapping[Any, Any], source: str, known: Mapping[str, Leaf]
+) -> Iterator[tuple[str, str, object]]:
     """Keys, written ``memory.size`` or nested, in dotted form."""
     sections = {leaf.section for leaf in known.values()} - {""}
     for name, value in mapping.items():
@@ -195,11 +211,15 @@ def _flat(mapping: Mapping[Any, Any], source: str, known: Mapping[str, Leaf]) ->
 
 def _known(key: str, known: Mapping[str, Leaf], source: str) -> str:
     if key not in known:
-        raise SettingsError(f"unknown setting {shown_name(key)} in {source}; {nearest(key, known, ALL)}")
+        raise SettingsError(
+            f"unknown setting {shown_name(key)} in {source}; {nearest(key, known, ALL)}"
+        )
     return key
 
 
-def _variables(env: Mapping[str, str], known: Mapping[str, Leaf]) -> Iterator[tuple[str, str, object]]:
+def _variables(
+    env: Mapping[str, str], known: Mapping[str, Leaf]
+) -> Iterator[tuple[str, str, object]]:
     by_variable = {leaf.variable: key for key, leaf in known.items()}
     for name in sorted(env):
         if not name.startswith(PREFIX) or name == CONFIG_FILE:

@@ -14,9 +14,13 @@ MAX_BYTES: Final = (1 << 63) - 1
 MASK: Final = "****"
 
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(?:([kmgtp]?)(i?)b?)\s*", re.IGNORECASE | re.ASCII)
+_SIZE: Final = re.compile(
+    r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(?:([kmgtp]?)(i?)b?)\s*", re.IGNORECASE | re.ASCII
+)
 _USER_INFO: Final = re.compile(r":.*@", re.DOTALL)  # as in user:password@host
-_SECRET_PARAMETER: Final = re.compile(r"((?:password|passwd|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
+_SECRET_PARAMETER: Final = re.compile(
+    r"((?:password|passwd|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE
+)
 
 
 def parse_size(value: object) -> int:
@@ -104,7 +108,9 @@ class Options(Secret):
 def parse_names(value: object) -> tuple[str, ...]:
     """Words of a list, or of text in which commas separate them. Raises ValueError."""
     parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) and part.strip() for part in parts):
+    if not isinstance(parts, list | tuple) or not all(
+        isinstance(part, str) and part.strip() for part in parts
+    ):
         raise ValueError("expected names: a list, or text with commas between them")
     return tuple(part.strip() for part in parts)
 
@@ -116,8 +122,12 @@ def parse_options(value: object) -> Options:
         text = json.dumps(parsed)
     except (ValueError, TypeError, RecursionError):
         parsed = text = ""
-    if not isinstance(parsed, Mapping) or not all(isinstance(inner, Mapping) for inner in parsed.values()):
-        raise ValueError("expected options under each name, as in {sqlite: {path: /mnt/chunks.db}}; in text, as JSON")
+    if not isinstance(parsed, Mapping) or not all(
+        isinstance(inner, Mapping) for inner in parsed.values()
+    ):
+        raise ValueError(
+            "expected options under each name, as in {sqlite: {path: /mnt/chunks.db}}; in text, as JSON"
+        )
     return Options(text)
 
 
@@ -136,7 +146,9 @@ def redact_url(url: str) -> str:
     except ValueError:
         return MASK
     user, at, host = parts.netloc.rpartition("@")
-    if "@" in parts.path + parts.query + parts.fragment:  # a password with a slash in it, say, not percent-encoded
+    if (
+        "@" in parts.path + parts.query + parts.fragment
+    ):  # a password with a slash in it, say, not percent-encoded
         return f"{parts.scheme}://{MASK}"
     if at:
         name, colon, _ = user.partition(":")

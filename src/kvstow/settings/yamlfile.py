@@ -19,8 +19,13 @@ HINTS: Final = {
     "mapping values are not allowed here": ". Each key needs a line of its own",
     "found character '\\t' that cannot start any token": ". Indent with spaces",
 }
-_QUOTES: Final = re.compile(r"(alias|anchor|tag|handle) .*", re.DOTALL)  # and then what was written, a password perhaps
-_SAID: Final = {"ReaderError": "it is no text in UTF-8", "RecursionError": "it is nested too deeply"}
+_QUOTES: Final = re.compile(
+    r"(alias|anchor|tag|handle) .*", re.DOTALL
+)  # and then what was written, a password perhaps
+_SAID: Final = {
+    "ReaderError": "it is no text in UTF-8",
+    "RecursionError": "it is nested too deeply",
+}
 
 
 def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
@@ -31,7 +36,11 @@ def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
     """
     shown = f"{masked(path)}{named_by}"
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+        with open(
+            path,
+            "rb",
+            opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC),
+        ) as file:
             if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):  # it might never end
                 raise SettingsError(f"the settings file {shown} is a pipe: give a file")
             content = file.read(MAX_FILE_BYTES + 1) or b""
@@ -43,7 +52,9 @@ def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
     if parsed is None:
         return {}
     if not isinstance(parsed, Mapping):
-        raise SettingsError(f"the settings file {path} must hold `key: value` lines; found: {type(parsed).__name__}")
+        raise SettingsError(
+            f"the settings file {path} must hold `key: value` lines; found: {type(parsed).__name__}"
+        )
     return parsed
 
 
@@ -65,7 +76,13 @@ def parse_yaml(content: bytes, path: str) -> Any:
         raise SettingsError(f"the settings file {path}{line} isn't valid YAML: {problem}") from None
     except SettingsError:
         raise  # a ValueError too
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError, KeyError) as error:  # the last two: a tag
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+        AttributeError,
+        KeyError,
+    ) as error:  # the last two: a tag
         said = _SAID.get(type(error).__name__, "a value in it can't be read")
         raise SettingsError(f"the settings file {path} isn't valid YAML: {said}") from None
 
@@ -81,5 +98,7 @@ def _refuse_duplicates(node: Node, path: str, seen: set[int]) -> None:
         if isinstance(item, tuple) and isinstance(item[0].value, str):
             if item[0].value in keys:
                 line = item[0].start_mark.line + 1
-                raise SettingsError(f"setting {masked(item[0].value)} is given twice in {path}, line {line}")
+                raise SettingsError(
+                    f"setting {masked(item[0].value)} is given twice in {path}, line {line}"
+                )
             keys.add(item[0].value)

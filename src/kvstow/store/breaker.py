@@ -39,7 +39,9 @@ class Breaker(Wrapper):
     never returns is not noticed here (this thread is inside it): the tier watches for those.
     """
 
-    def __init__(self, store: Store, clock: Clock, *, failures: int = 5, open_s: float = 10.0) -> None:
+    def __init__(
+        self, store: Store, clock: Clock, *, failures: int = 5, open_s: float = 10.0
+    ) -> None:
         super().__init__(store)
         self._clock = clock
         self._failures = failures

@@ -30,20 +30,28 @@ class CheckedStore:
 
     def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
         with _lent([buffer[:] for _, buffer in items]) as views:
-            outcomes = self._store.read([(key, view) for (key, _), view in zip(items, views, strict=True)])
+            outcomes = self._store.read(
+                [(key, view) for (key, _), view in zip(items, views, strict=True)]
+            )
         _answers(outcomes, len(items), Done | Missing | Rejected)
         for (_, buffer), outcome in zip(items, outcomes, strict=True):
-            _require(not isinstance(outcome, Done) or _is_length(outcome.length, 0, len(buffer)), outcome)
+            _require(
+                not isinstance(outcome, Done) or _is_length(outcome.length, 0, len(buffer)), outcome
+            )
         return list(outcomes)
 
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
         with _lent([part.toreadonly() for _, parts in items for part in parts]) as views:
             left = iter(views)
-            outcomes = self._store.write([(key, [next(left) for _ in parts]) for key, parts in items])
+            outcomes = self._store.write(
+                [(key, [next(left) for _ in parts]) for key, parts in items]
+            )
         _answers(outcomes, len(items), Done | Missing | Rejected)
         for (_, parts), outcome in zip(items, outcomes, strict=True):
             size = sum(len(part) for part in parts)
-            _require(not isinstance(outcome, Done) or _is_length(outcome.length, size, size), outcome)
+            _require(
+                not isinstance(outcome, Done) or _is_length(outcome.length, size, size), outcome
+            )
         return list(outcomes)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -78,7 +86,12 @@ def _lent(views: list[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _answers(found: Any, length: int, kind: Any) -> list[Any]:
-    _require(isinstance(found, list) and len(found) == length and all(isinstance(one, kind) for one in found), found)
+    _require(
+        isinstance(found, list)
+        and len(found) == length
+        and all(isinstance(one, kind) for one in found),
+        found,
+    )
     return list(found)
 
 

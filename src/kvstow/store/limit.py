@@ -22,7 +22,9 @@ class WriteLimit(Wrapper):
     ``burst_s`` seconds without a write may be made up for, and one write is always taken when none was for as long.
     """
 
-    def __init__(self, store: Store, clock: Clock, *, bytes_s: float, burst_s: float = BURST_S) -> None:
+    def __init__(
+        self, store: Store, clock: Clock, *, bytes_s: float, burst_s: float = BURST_S
+    ) -> None:
         super().__init__(store)
         self._clock = clock
         self._bytes_s = bytes_s
@@ -33,7 +35,9 @@ class WriteLimit(Wrapper):
 
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
         takes = [self._take(sum(map(len, parts))) for _, parts in items]
-        wrote = iter(self._store.write([item for item, take in zip(items, takes, strict=True) if take]))
+        wrote = iter(
+            self._store.write([item for item, take in zip(items, takes, strict=True) if take])
+        )
         return [next(wrote) if take else REJECTED for take in takes]
 
     def _take(self, size: int) -> bool:

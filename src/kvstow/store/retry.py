@@ -62,8 +62,14 @@ class Retry(Wrapper):
                 return method(argument)
             except StoreUnavailable:
                 pause_s = self._first_pause_s * 2 ** (attempt - 1) * self._rng.uniform(0.5, 1.0)
-                if self._clock.monotonic() + pause_s > until_s or self._pause(pause_s) or self._closed.is_set():
+                if (
+                    self._clock.monotonic() + pause_s > until_s
+                    or self._pause(pause_s)
+                    or self._closed.is_set()
+                ):
                     raise
-                if self._clock.monotonic() > until_s:  # the pause was longer: a machine that was suspended
+                if (
+                    self._clock.monotonic() > until_s
+                ):  # the pause was longer: a machine that was suspended
                     raise
         return method(argument)

@@ -1,10 +1,10 @@
 """The Device contract as tests. A device's own tests subclass it and say how to make one::
 
-    class TestMyDevice(DeviceSuite):
-        torch_device = "mine"
+class TestMyDevice(DeviceSuite):
+    torch_device = "mine"
 
-        def make_device(self, fail_at: int | None = None) -> Device:
-            return MyDevice(...)
+    def make_device(self, fail_at: int | None = None) -> Device:
+        return MyDevice(...)
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ class Host:
         self._pitch = ALIGN + shards * (align_up(span_bytes) + ALIGN)
         self._map = mmap.mmap(-1, align_up(slots * self._pitch + ALIGN))
         self.memory = memoryview(self._map)
-        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), GUARD, len(self.memory))
+        ctypes.memset(
+            ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), GUARD, len(self.memory)
+        )
 
     def place(self, slot: int) -> Place:
         at = slot * self._pitch + ALIGN
         step = align_up(self.span_bytes) + ALIGN
-        return Place("pool", tuple(Span(at + i * step, self.span_bytes) for i in range(self.shards)))
+        return Place(
+            "pool", tuple(Span(at + i * step, self.span_bytes) for i in range(self.shards))
+        )
 
     def payload(self, slot: int, shard: int = 0) -> bytes:
         span = self.place(slot).spans[shard]
@@ -136,7 +140,9 @@ class DeviceSuite:
         device.map_pool(host.memory, 0)
         return pages, host
 
-    def round_trip(self, device: Device, built: Built, blocks_per_chunk: int, seed: int = 1) -> GroupPages:
+    def round_trip(
+        self, device: Device, built: Built, blocks_per_chunk: int, seed: int = 1
+    ) -> GroupPages:
         """Chunks out of shuffled blocks, everything scrambled, and into other shuffled blocks."""
         chunks = 2
         pages, host = self.attach(device, built, blocks_per_chunk, chunks)
@@ -175,7 +181,9 @@ class DeviceSuite:
     def test_a4_unknown_layout_is_refused_by_name(self, device: Device) -> None:
         spec = KVSpec(12, 16, 2, 16, 4, 16 * 2 * 2 * 16 * 4)
         cache = torch.zeros(12, 2, 16, 2, 8, 2, device=self.torch_device)
-        with pytest.raises(UnsupportedError, match=r"layers\.7\.attn.*\(12, 2, 16, 2, 8, 2\).*packed_heads"):
+        with pytest.raises(
+            UnsupportedError, match=r"layers\.7\.attn.*\(12, 2, 16, 2, 8, 2\).*packed_heads"
+        ):
             device.attach({"layers.7.attn": cache}, [{"layers.7.attn": spec}])
 
     @pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256, 512, 1024])
@@ -199,7 +207,11 @@ class DeviceSuite:
         small, large = self.build("mla", size=132, dtype=torch.uint8), self.build("mla", size=576)
         caches = {"indexer": small.caches["layers.0.attn"], "attn": large.caches["layers.0.attn"]}
         specs = {"indexer": small.specs["layers.0.attn"], "attn": large.specs["layers.0.attn"]}
-        mixed = Built(caches, specs, lambda name, b: (small if name == "indexer" else large).block("layers.0.attn", b))
+        mixed = Built(
+            caches,
+            specs,
+            lambda name, b: (small if name == "indexer" else large).block("layers.0.attn", b),
+        )
         fill(mixed, seed=3)
         pages = self.round_trip(device, mixed, 3)
         assert [layer.page_bytes for layer in pages.layers] == [132 * 16, 576 * 4 * 16]
@@ -209,7 +221,9 @@ class DeviceSuite:
         pages, host = self.attach(device, built, blocks_per_chunk=2)
         device.copy_out(1, [Transfer(host.place(0), [9, 4])])
         self.good(device, 1)
-        expected = b"".join(block_bytes(built, layer.name, block) for layer in pages.layers for block in (9, 4))
+        expected = b"".join(
+            block_bytes(built, layer.name, block) for layer in pages.layers for block in (9, 4)
+        )
         assert host.payload(0) == expected
 
     # --- parts, groups, shards -------------------------------------------------------------------------------------
@@ -219,7 +233,9 @@ class DeviceSuite:
         built = self.build(layout)
         _, host = self.attach(device, built, blocks_per_chunk=4)
         before = everything(built)
-        device.copy_out(1, [Transfer(host.place(0), [3, 8]), Transfer(host.place(0), [5, 1], first_block=2)])
+        device.copy_out(
+            1, [Transfer(host.place(0), [3, 8]), Transfer(host.place(0), [5, 1], first_block=2)]
+        )
         device.copy_out(2, [Transfer(host.place(1), [3, 8, 5, 1])])
         self.good(device, 1, 2)
         assert host.payload(0) == host.payload(1)
@@ -243,7 +259,11 @@ class DeviceSuite:
         device.copy_out(1, [Transfer(host.place(0), [2]), Transfer(small, [5], group=1)])
         device.copy_in(2, [Transfer(small, [6], group=1), Transfer(host.place(0), [7])])
         self.good(device, 1, 2)
-        expected = before | {(name, 7): before[name, 2] for name in names[:3]} | {(names[3], 6): before[names[3], 5]}
+        expected = (
+            before
+            | {(name, 7): before[name, 2] for name in names[:3]}
+            | {(names[3], 6): before[names[3], 5]}
+        )
         assert everything(built) == expected
 
     def test_a_rank_uses_its_own_span(self, device: Device) -> None:
@@ -267,7 +287,9 @@ class DeviceSuite:
         self.good(device, *tickets)
         assert device.finished() == []
         for slot in range(16):
-            assert host.payload(slot) == b"".join(block_bytes(built, name, 31 - slot) for name in built.specs)
+            assert host.payload(slot) == b"".join(
+                block_bytes(built, name, 31 - slot) for name in built.specs
+            )
 
     def test_fence_ignores_unknown_and_ended_tickets(self, device: Device) -> None:
         _, host = self.attach(device, self.build("mla"))
@@ -302,7 +324,9 @@ class DeviceSuite:
         device.copy_out(1, [])
         device.copy_in(2, [])
         ended = self.wait(device, 1, 2)
-        assert all(finished.failed == () and finished.moved_bytes == 0 for finished in ended.values())
+        assert all(
+            finished.failed == () and finished.moved_bytes == 0 for finished in ended.values()
+        )
 
     # --- failures --------------------------------------------------------------------------------------------------
 
@@ -317,7 +341,9 @@ class DeviceSuite:
             Transfer(host.place(1), [3, 4, 5]),  # more than the chunk has
             Transfer(host.place(1), [3], first_block=2),
             Transfer(host.place(1), [3], first_block=-1),
-            Transfer(Place("pool", (Span(end - pages.block_bytes + ALIGN, pages.block_bytes),)), [3]),
+            Transfer(
+                Place("pool", (Span(end - pages.block_bytes + ALIGN, pages.block_bytes),)), [3]
+            ),
             Transfer(Place("pool", (Span(-ALIGN, pages.block_bytes),)), [3]),
             Transfer(Place("pool", (Span(span.offset, span.length - 16),)), [3]),
             Transfer(Place("pool", (Span(span.offset, 0),)), [3]),
@@ -403,7 +429,9 @@ class DeviceSuite:
 
         def load(ticket: int) -> None:
             length = rng.randint(1, 32)
-            device.copy_in(ticket, [Transfer(host.place(ticket % 4), rng.sample(range(64), length))])
+            device.copy_in(
+                ticket, [Transfer(host.place(ticket % 4), rng.sample(range(64), length))]
+            )
             self.good(device, ticket)
 
         for ticket in range(100):

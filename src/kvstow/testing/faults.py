@@ -62,7 +62,9 @@ class Fault:
         return self.short_by > 0 or self.flip_at is not None
 
 
-def unavailable(op: Op | None = None, key: ChunkKey | None = None, calls: range | None = None) -> Fault:
+def unavailable(
+    op: Op | None = None, key: ChunkKey | None = None, calls: range | None = None
+) -> Fault:
     """The commonest fault: the store cannot answer."""
     return Fault(op, key, calls, error=StoreUnavailable("injected"))
 
@@ -97,7 +99,10 @@ class FaultStore:
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
         due = self._before("write", [key for key, _ in items])
         for fault in due:
-            items = [(k, [_spoil(parts, fault)] if fault.key in (None, k) else parts) for k, parts in items]
+            items = [
+                (k, [_spoil(parts, fault)] if fault.key in (None, k) else parts)
+                for k, parts in items
+            ]
         outcomes = self._store.write(items)
         self._after(due)
         return outcomes

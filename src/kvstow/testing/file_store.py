@@ -21,7 +21,9 @@ class FileStore:
     ``delay_s`` blocks each call for so long, where a hook cannot be passed.
     """
 
-    def __init__(self, root: Path, *, before: Callable[[str], None] | None = None, delay_s: float = 0.0) -> None:
+    def __init__(
+        self, root: Path, *, before: Callable[[str], None] | None = None, delay_s: float = 0.0
+    ) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._root = root
         self._before = before

@@ -37,7 +37,9 @@ class Built:
 
     caches: dict[str, Cache]
     specs: dict[str, KVSpec]
-    block: Callable[[str, int], list[torch.Tensor]]  # views of the engine's tensors, in logical order
+    block: Callable[
+        [str, int], list[torch.Tensor]
+    ]  # views of the engine's tensors, in logical order
 
 
 def fill(built: Built, seed: int) -> None:
@@ -52,7 +54,9 @@ def fill(built: Built, seed: int) -> None:
 
 def block_bytes(built: Built, name: str, block: int) -> bytes:
     """A block's bytes in logical order."""
-    parts = [part.contiguous().view(torch.uint8).cpu().flatten() for part in built.block(name, block)]
+    parts = [
+        part.contiguous().view(torch.uint8).cpu().flatten() for part in built.block(name, block)
+    ]
     return b"".join(bytes(part.tolist()) for part in parts)
 
 
@@ -60,7 +64,9 @@ def _spec(shape: Shape, *, latent: bool = False) -> KVSpec:
     item = shape.dtype.itemsize
     per_token = shape.size * item if latent else 2 * shape.heads * shape.size * item
     heads = 1 if latent else shape.heads
-    return KVSpec(shape.blocks, shape.tokens, heads, shape.size, item, shape.tokens * per_token, mla=latent)
+    return KVSpec(
+        shape.blocks, shape.tokens, heads, shape.size, item, shape.tokens * per_token, mla=latent
+    )
 
 
 def _raw(shape: Shape, *dims: int) -> torch.Tensor:
@@ -72,7 +78,11 @@ def _raw(shape: Shape, *dims: int) -> torch.Tensor:
 
 
 def _separate(
-    shape: Shape, make: Callable[[], Cache], block: Callable[[Cache, int], list[torch.Tensor]], *, latent: bool = False
+    shape: Shape,
+    make: Callable[[], Cache],
+    block: Callable[[Cache, int], list[torch.Tensor]],
+    *,
+    latent: bool = False,
 ) -> Built:
     caches = {f"layers.{i}.attn": make() for i in range(shape.layers)}
     specs = dict.fromkeys(caches, _spec(shape, latent=latent))
@@ -89,12 +99,16 @@ def _dim(axis: int) -> Callable[[Cache, int], list[torch.Tensor]]:
 
 def kv_first(shape: Shape) -> Built:
     """[2, blocks, tokens, heads, size]."""
-    return _separate(shape, lambda: _raw(shape, 2, shape.blocks, shape.tokens, shape.heads, shape.size), _dim(1))
+    return _separate(
+        shape, lambda: _raw(shape, 2, shape.blocks, shape.tokens, shape.heads, shape.size), _dim(1)
+    )
 
 
 def kv_first_heads(shape: Shape) -> Built:
     """[2, blocks, heads, tokens, size]."""
-    return _separate(shape, lambda: _raw(shape, 2, shape.blocks, shape.heads, shape.tokens, shape.size), _dim(1))
+    return _separate(
+        shape, lambda: _raw(shape, 2, shape.blocks, shape.heads, shape.tokens, shape.size), _dim(1)
+    )
 
 
 def kv_first_permuted(shape: Shape) -> Built:
@@ -108,12 +122,16 @@ def kv_first_permuted(shape: Shape) -> Built:
 
 def blocks_first(shape: Shape) -> Built:
     """[blocks, 2, tokens, heads, size]."""
-    return _separate(shape, lambda: _raw(shape, shape.blocks, 2, shape.tokens, shape.heads, shape.size), _dim(0))
+    return _separate(
+        shape, lambda: _raw(shape, shape.blocks, 2, shape.tokens, shape.heads, shape.size), _dim(0)
+    )
 
 
 def blocks_first_heads(shape: Shape) -> Built:
     """[blocks, 2, heads, tokens, size]."""
-    return _separate(shape, lambda: _raw(shape, shape.blocks, 2, shape.heads, shape.tokens, shape.size), _dim(0))
+    return _separate(
+        shape, lambda: _raw(shape, shape.blocks, 2, shape.heads, shape.tokens, shape.size), _dim(0)
+    )
 
 
 def kv_pair(shape: Shape) -> Built:
@@ -128,10 +146,14 @@ def kv_pair(shape: Shape) -> Built:
 
 def mla(shape: Shape) -> Built:
     """[blocks, tokens, latent]."""
-    return _separate(shape, lambda: _raw(shape, shape.blocks, shape.tokens, shape.size), _dim(0), latent=True)
+    return _separate(
+        shape, lambda: _raw(shape, shape.blocks, shape.tokens, shape.size), _dim(0), latent=True
+    )
 
 
-def _packed(order: str, gap: int = 0, *, layer_gap: int = 0, latent: bool = False) -> Callable[[Shape], Built]:
+def _packed(
+    order: str, gap: int = 0, *, layer_gap: int = 0, latent: bool = False
+) -> Callable[[Shape], Built]:
     """vLLM's own allocation: one storage for all layers, each a [blocks, heads, tokens, content] view of it.
 
     ``order`` is the memory order of layers, blocks, heads, tokens and content; ``gap`` bytes follow each block,
@@ -174,7 +196,10 @@ LAYOUTS: Final[dict[str, Callable[[Shape], Built]]] = {
     "kv_pair": kv_pair,
     "mla": mla,
     "mla_lbnhc": _packed("LBNHC", latent=True),
-    **{f"packed_{order.lower()}": _packed(order) for order in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")},
+    **{
+        f"packed_{order.lower()}": _packed(order)
+        for order in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+    },
     "packed_lbhnc_padded": _packed("LBHNC", gap=192),
     "packed_lbhnc_ragged": _packed("LBHNC", layer_gap=64),
 }

@@ -40,7 +40,11 @@ class ManualExecutor:
     """
 
     def __init__(
-        self, clock: ManualClock | None = None, *, queue_limit: int = DEFAULT_QUEUE_LIMIT, run_in_wait: bool = False
+        self,
+        clock: ManualClock | None = None,
+        *,
+        queue_limit: int = DEFAULT_QUEUE_LIMIT,
+        run_in_wait: bool = False,
     ) -> None:
         self._clock = clock
         self._queue_limit = queue_limit

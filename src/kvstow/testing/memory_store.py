@@ -48,7 +48,10 @@ class MemoryStore:
 
     def _put(self, key: ChunkKey, value: bytes) -> Outcome:
         with self._lock:
-            room = self._capacity_bytes is None or self._used_bytes + len(value) <= self._capacity_bytes
+            room = (
+                self._capacity_bytes is None
+                or self._used_bytes + len(value) <= self._capacity_bytes
+            )
             if key in self._values or not room:
                 return REJECTED
             self._values[key] = value

@@ -22,7 +22,11 @@ from kvstow.store.mooncake.options import P2P, MooncakeOptions
 from kvstow.testing.redis_server import free_port, until
 
 HOST: Final = "127.0.0.1"
-LIBRARIES: Final = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
+LIBRARIES: Final = {
+    "libibverbs.so.1": "libibverbs1",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+}
 
 
 def missing() -> str | None:
@@ -30,7 +34,11 @@ def missing() -> str | None:
     if importlib.util.find_spec("mooncake") is None:
         return "Mooncake's client isn't installed: pip install 'kvstow[mooncake]'"
     packages = [package for name, package in LIBRARIES.items() if not _loads(name)]
-    return f"Mooncake's client needs libraries: apt-get install {' '.join(packages)}" if packages else None
+    return (
+        f"Mooncake's client needs libraries: apt-get install {' '.join(packages)}"
+        if packages
+        else None
+    )
 
 
 def _loads(library: str) -> bool:
@@ -49,7 +57,9 @@ def quiet() -> None:
 class MooncakeServer:
     """A master, and ``lend_bytes`` of memory lent by a process of its own. ``metadata``: also serve it over HTTP."""
 
-    def __init__(self, folder: Path, lend_bytes: int = 256 << 20, *, metadata: bool = False) -> None:
+    def __init__(
+        self, folder: Path, lend_bytes: int = 256 << 20, *, metadata: bool = False
+    ) -> None:
         if (why := missing()) is not None:
             raise FileNotFoundError(why)
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,8 +84,10 @@ class MooncakeServer:
         with (self._folder / "lender.log").open("ab") as log:
             self._lender = subprocess.Popen(
                 [sys.executable, "-m", "kvstow.testing.mooncake_server", json.dumps(lend)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
         assert self._lender.stdout is not None
         if self._lender.stdout.readline().strip() != b"lent":
             raise OSError(f"no memory was lent: see {self._folder}/lender.log")
@@ -87,13 +99,22 @@ class MooncakeServer:
         assert spec.origin is not None
         program = Path(spec.origin).parent / "mooncake_master"
         command = [
-            str(program), f"--rpc_port={self.port}", f"--rpc_address={HOST}", f"--metrics_host={HOST}",
-            f"--metrics_port={free_port()}", f"--http_metadata_server_host={HOST}",
-        ]  # fmt: skip
+            str(program),
+            f"--rpc_port={self.port}",
+            f"--rpc_address={HOST}",
+            f"--metrics_host={HOST}",
+            f"--metrics_port={free_port()}",
+            f"--http_metadata_server_host={HOST}",
+        ]
         if self._metadata_port:
-            command += ["--enable_http_metadata_server=true", f"--http_metadata_server_port={self._metadata_port}"]
+            command += [
+                "--enable_http_metadata_server=true",
+                f"--http_metadata_server_port={self._metadata_port}",
+            ]
         with (self._folder / "master.log").open("ab") as log:
-            self._master = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._master = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         until(self._up, f"mooncake_master, log in {self._folder}/master.log")
 
     def _up(self) -> bool:

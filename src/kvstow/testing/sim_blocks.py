@@ -76,4 +76,6 @@ class SimBlockPool:
     def check_integrity(self) -> None:
         """Assert that every block is either free, once, or referenced."""
         assert len(self._free) == len(set(self._free)), "a block is free twice"
-        assert {block for block in range(1, self.num_blocks) if not self.refs[block]} == set(self._free)
+        assert {block for block in range(1, self.num_blocks) if not self.refs[block]} == set(
+            self._free
+        )

@@ -30,7 +30,13 @@ class WatchedDevice:
     ``scribble`` does that. A place whose copy-out fails keeps whatever it held.
     """
 
-    def __init__(self, inner: Device, *, fails: Fails | None = None, scribble: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        inner: Device,
+        *,
+        fails: Fails | None = None,
+        scribble: Callable[[Sequence[int]], None],
+    ) -> None:
         self.inner = inner
         self.fails = fails
         self.loads = 0
@@ -45,13 +51,17 @@ class WatchedDevice:
         """A forward pass reads these pages: no load may still be filling them."""
         for ticket, flight in self._flights.items():
             busy = flight.blocks.intersection(blocks) if flight.load else ()
-            assert not busy, f"the forward reads blocks {sorted(busy)} while load {ticket} fills them"
+            assert not busy, (
+                f"the forward reads blocks {sorted(busy)} while load {ticket} fills them"
+            )
 
     def before_write(self, blocks: Iterable[int]) -> None:
         """A forward pass writes these pages: no copy may be using them."""
         for ticket, flight in self._flights.items():
             busy = flight.blocks.intersection(blocks)
-            assert not busy, f"the forward writes blocks {sorted(busy)} while copy {ticket} uses them"
+            assert not busy, (
+                f"the forward writes blocks {sorted(busy)} while copy {ticket} uses them"
+            )
 
     def in_flight_blocks(self) -> set[int]:
         """Pages that copies still use."""
@@ -84,14 +94,18 @@ class WatchedDevice:
         assert ticket not in self._flights, f"ticket {ticket} is used twice"
         blocks = frozenset(block for transfer in transfers for block in transfer.block_ids)
         assert 0 not in blocks, "block 0 is the engine's null block"
-        assert len(blocks) == sum(len(t.block_ids) for t in transfers) or not load, "a block is loaded twice"
+        assert len(blocks) == sum(len(t.block_ids) for t in transfers) or not load, (
+            "a block is loaded twice"
+        )
         places = frozenset(transfer.place for transfer in transfers)
         for other, flight in self._flights.items():
             if load or flight.load:
                 busy = blocks & flight.blocks
                 assert not busy, f"copy {ticket} uses blocks {sorted(busy)} while copy {other} does"
             if not (load and flight.load):
-                assert not places & flight.places, f"copy {ticket} uses a place while copy {other} does"
+                assert not places & flight.places, (
+                    f"copy {ticket} uses a place while copy {other} does"
+                )
         failed = tuple(sorted(set(self.fails(load, transfers)))) if self.fails is not None else ()
         kept = [index for index in range(len(transfers)) if index not in failed]
         if load:

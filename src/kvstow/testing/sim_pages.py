@@ -60,7 +60,9 @@ class Pages:
         self.block_tokens = block_tokens
         self._factor = [(2 * (rank * layers + layer) + 3) & MASK for layer in range(layers)]
         shape = (num_blocks, 1, block_tokens, 2 * HEAD_SIZE)
-        self.tensors = {f"layer.{layer}": torch.zeros(shape, dtype=torch.float32) for layer in range(layers)}
+        self.tensors = {
+            f"layer.{layer}": torch.zeros(shape, dtype=torch.float32) for layer in range(layers)
+        }
         flat = (num_blocks * block_tokens, WORDS_PER_TOKEN)
         self._words = [t.numpy().view(numpy.uint64).reshape(flat) for t in self.tensors.values()]
 
@@ -93,9 +95,9 @@ class Pages:
 
     def _rows(self, blocks: Sequence[int], start: int, end: int) -> Any:
         positions = numpy.arange(start, end)
-        return numpy.asarray(blocks, dtype=numpy.int64)[positions // self.block_tokens] * self.block_tokens + (
-            positions % self.block_tokens
-        )
+        return numpy.asarray(blocks, dtype=numpy.int64)[
+            positions // self.block_tokens
+        ] * self.block_tokens + (positions % self.block_tokens)
 
 
 def _words_of(states: Any, factor: int) -> Any:

@@ -111,13 +111,17 @@ class SimWorker:
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             lora = getattr(new, "lora_request", None)
             adapter = self.adapter_of(lora) if lora is not None else 0
-            self._sequences[new.req_id] = self._sequence(list(tokens), list(new.block_ids[0]), adapter)
+            self._sequences[new.req_id] = self._sequence(
+                list(tokens), list(new.block_ids[0]), adapter
+            )
         cached = output.scheduled_cached_reqs
         for req_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             sequence = self._sequences[req_id]
             if req_id in cached.resumed_req_ids:
                 tokens = list(cached.all_token_ids[req_id])
-                self._sequences[req_id] = self._sequence(tokens, list(new_blocks[0]), sequence.adapter)
+                self._sequences[req_id] = self._sequence(
+                    tokens, list(new_blocks[0]), sequence.adapter
+                )
             elif new_blocks is not None:
                 sequence.blocks += new_blocks[0]
 
@@ -135,7 +139,10 @@ class SimWorker:
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        spans = {req_id: (starts[req_id], starts[req_id] + n) for req_id, n in output.num_scheduled_tokens.items()}
+        spans = {
+            req_id: (starts[req_id], starts[req_id] + n)
+            for req_id, n in output.num_scheduled_tokens.items()
+        }
         size = self.pages.block_tokens
         # Each layer writes the KV of all requests before any attends, so a request may share what another one
         # computes in the same step.
@@ -144,12 +151,16 @@ class SimWorker:
             sequence = self._sequences[req_id]
             tokens = [*sequence.tokens, *drafts.get(req_id, ())]
             assert end <= len(tokens), f"{req_id}: {end} tokens scheduled of {len(tokens)} known"
-            assert len(sequence.blocks) * size >= end, f"{req_id}: {len(sequence.blocks)} blocks for {end} tokens"
+            assert len(sequence.blocks) * size >= end, (
+                f"{req_id}: {len(sequence.blocks)} blocks for {end} tokens"
+            )
             assert sequence.weights == self.weights, f"{req_id} was computed with other weights"
             self.device.before_write(sequence.blocks[start // size : -(-end // size)])
             self.pages.write(sequence.blocks, start, sequence.prefix.states(tokens, start, end))
             self.computed_tokens += end - start
-        return {r: self._attend(r, start, end, drafts.get(r, ())) for r, (start, end) in spans.items()}
+        return {
+            r: self._attend(r, start, end, drafts.get(r, ())) for r, (start, end) in spans.items()
+        }
 
     def _attend(self, req_id: str, start: int, end: int, drafts: Sequence[int]) -> list[int]:
         sequence, size = self._sequences[req_id], self.pages.block_tokens
@@ -173,7 +184,9 @@ class SimWorker:
         """The leading drafts that greedy sampling would have given, and the token after them."""
         sampled: list[int] = []
         for draft in (*drafts, None):
-            sampled.append(next_token(self.pages.states(used, known + len(sampled)), self._rules.vocab))
+            sampled.append(
+                next_token(self.pages.states(used, known + len(sampled)), self._rules.vocab)
+            )
             if sampled[-1] != draft:
                 break
         return sampled

@@ -21,7 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstow.testing.sim_blocks import SimBlockPool
-from kvstow.testing.sim_requests import SimBlocks, SimConnectorOutput, SimNew, SimOutput, SimRequest, SimStatus
+from kvstow.testing.sim_requests import (
+    SimBlocks,
+    SimConnectorOutput,
+    SimNew,
+    SimOutput,
+    SimRequest,
+    SimStatus,
+)
 from kvstow.testing.sim_worker import RankOutput, SimWorker
 
 
@@ -69,7 +76,9 @@ class Simulator:
         self.loaded_tokens = 0
         self.preempt_now: set[str] = set()  # requests to be preempted in the next step
         self._loads = _Loads()
-        self._delayed: set[str] = set()  # finished; their blocks wait for the workers' finished_sending
+        self._delayed: set[str] = (
+            set()
+        )  # finished; their blocks wait for the workers' finished_sending
         self._new: set[str] = set()
         self._finished: set[str] = set()
         self._ends: dict[tuple[str, str], int] = {}
@@ -153,7 +162,9 @@ class Simulator:
         for request in list(self.running):
             if request in self.running:  # not preempted by one before it
                 budget -= self._continue(request, budget, output)
-        for request in sorted(self.waiting, key=lambda waiting: not waiting.blocks):  # who holds blocks goes first
+        for request in sorted(
+            self.waiting, key=lambda waiting: not waiting.blocks
+        ):  # who holds blocks goes first
             if budget <= 0 or len(self.running) >= self.rules.max_seqs:
                 break
             tokens = self._admit(request, budget, output)
@@ -168,7 +179,9 @@ class Simulator:
 
     def _continue(self, request: SimRequest, budget: int, output: SimOutput) -> int:
         """Schedule a running request; returns its tokens."""
-        drafts = request.spec_token_ids if request.num_tokens - request.num_computed_tokens == 1 else []
+        drafts = (
+            request.spec_token_ids if request.num_tokens - request.num_computed_tokens == 1 else []
+        )
         count = min(budget, request.num_tokens + len(drafts) - request.num_computed_tokens)
         drafts = drafts[: max(0, request.num_computed_tokens + count - request.num_tokens)]
         if count <= 0:
@@ -253,8 +266,13 @@ class Simulator:
         if req_id in self._new:
             self._new.discard(req_id)
             output.scheduled_new_reqs.append(
-                SimNew(req_id, request.prompt_token_ids, (list(request.blocks),), request.num_computed_tokens,
-                       request.lora_request)
+                SimNew(
+                    req_id,
+                    request.prompt_token_ids,
+                    (list(request.blocks),),
+                    request.num_computed_tokens,
+                    request.lora_request,
+                )
             )
             return
         cached = output.scheduled_cached_reqs
@@ -277,17 +295,24 @@ class Simulator:
     def _local_hit(self, request: SimRequest) -> list[int]:
         if not self.rules.prefix_caching or request.skip_reading_prefix_cache:
             return []
-        return self.pool.hit(request.block_hashes[: (request.num_tokens - 1) // self.rules.block_tokens])
+        return self.pool.hit(
+            request.block_hashes[: (request.num_tokens - 1) // self.rules.block_tokens]
+        )
 
     def _ask(self, request: SimRequest, local: int) -> tuple[int, bool] | None:
         """The connector's answer, the same however often it is asked in a step, and one that vLLM survives."""
-        answers = {self.connector.get_num_new_matched_tokens(request, local) for _ in range(self.rules.queries)}
+        answers = {
+            self.connector.get_num_new_matched_tokens(request, local)
+            for _ in range(self.rules.queries)
+        }
         assert len(answers) == 1, f"one question, several answers: {answers}"
         ((external, is_async),) = answers
         if external is None:
             return None
         assert external >= 0
-        assert is_async or not external or local + external < request.num_tokens, "nothing left to compute"
+        assert is_async or not external or local + external < request.num_tokens, (
+            "nothing left to compute"
+        )
         assert local + external <= request.num_tokens, "more tokens than the request has"
         assert not external or (local + external) % self.rules.chunk_tokens == 0
         return external, is_async
@@ -323,10 +348,14 @@ class Simulator:
         for req_id, tokens in results[0].sampled.items():
             request = self.requests.get(req_id)
             if request is not None and request in self.running and tokens:
-                self._note_tokens(request, tokens, len(output.scheduled_spec_decode_tokens.get(req_id, ())))
+                self._note_tokens(
+                    request, tokens, len(output.scheduled_spec_decode_tokens.get(req_id, ()))
+                )
         self.connector.update_connector_output(merged)
         for req_id in merged.finished_recving or ():
-            assert req_id in self._loads.under_way, f"finished_recving of {req_id}, which loads nothing"
+            assert req_id in self._loads.under_way, (
+                f"finished_recving of {req_id}, which loads nothing"
+            )
             self._loads.under_way.discard(req_id)
             request = self.requests[req_id]
             if request.is_finished():
@@ -334,7 +363,9 @@ class Simulator:
             else:
                 self._loads.ended.add(req_id)
         for req_id in merged.finished_sending or ():
-            assert req_id in self._delayed, f"finished_sending of {req_id}, whose blocks are not kept"
+            assert req_id in self._delayed, (
+                f"finished_sending of {req_id}, whose blocks are not kept"
+            )
             self._delayed.discard(req_id)
             self._give_back(self.requests[req_id])
         self._check_copies()
@@ -347,8 +378,13 @@ class Simulator:
             if merged.kv_connector_worker_meta is None:
                 merged.kv_connector_worker_meta = result.worker_meta
             elif result.worker_meta is not None:
-                merged.kv_connector_worker_meta = merged.kv_connector_worker_meta.aggregate(result.worker_meta)
-            for what, req_ids in (("sending", result.finished_sending), ("recving", result.finished_recving)):
+                merged.kv_connector_worker_meta = merged.kv_connector_worker_meta.aggregate(
+                    result.worker_meta
+                )
+            for what, req_ids in (
+                ("sending", result.finished_sending),
+                ("recving", result.finished_recving),
+            ):
                 for req_id in req_ids:
                     self._ends[what, req_id] = self._ends.get((what, req_id), 0) + 1
         for (what, req_id), count in list(self._ends.items()):
@@ -363,12 +399,16 @@ class Simulator:
         """Loads that failed: the request keeps what comes before its first lost block."""
         if not invalid:
             return
-        assert not any(invalid.intersection(request.blocks) for request in self.running), "a running request's block"
+        assert not any(invalid.intersection(request.blocks) for request in self.running), (
+            "a running request's block"
+        )
         for req_id in self._loads.under_way:
             request = self.requests[req_id]
             lost = [index for index, block in enumerate(request.blocks) if block in invalid]
             if lost and not request.is_finished():
-                request.num_computed_tokens = min(request.num_computed_tokens, lost[0] * self.rules.block_tokens)
+                request.num_computed_tokens = min(
+                    request.num_computed_tokens, lost[0] * self.rules.block_tokens
+                )
                 self._loads.failed.add(req_id)
 
     def _note_tokens(self, request: SimRequest, tokens: list[int], drafts: int) -> None:
@@ -379,11 +419,15 @@ class Simulator:
             self.running.remove(request)
             self._finish(request, SimStatus.FINISHED_LENGTH_CAPPED)
         elif self.rules.drafts:
-            request.spec_token_ids = self.workers[0].propose(request.request_id, self.rules.drafts, self.rng)
+            request.spec_token_ids = self.workers[0].propose(
+                request.request_id, self.rules.drafts, self.rng
+            )
 
     def _check_copies(self) -> None:
         for worker in self.workers:
-            freed = [block for block in worker.device.in_flight_blocks() if not self.pool.refs[block]]
+            freed = [
+                block for block in worker.device.in_flight_blocks() if not self.pool.refs[block]
+            ]
             assert not freed, f"blocks {freed} were given back while a copy uses them"
 
     def check_idle(self) -> None:

@@ -1,8 +1,8 @@
 """The Store contract as tests. A store's own tests subclass it and say how to make one::
 
-    class TestMyStore(StoreSuite):
-        def make_store(self, tmp_path: Path) -> Store:
-            return MyStore(tmp_path)
+class TestMyStore(StoreSuite):
+    def make_store(self, tmp_path: Path) -> Store:
+        return MyStore(tmp_path)
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class StoreSuite:
         assert store.contains(keys) == [False, True, False, True, True, False]
         order = [4, 0, 3, 1, 5]
         buffers = [bytearray(PAGE + 8) for _ in order]
-        outcomes = store.read([(keys[i], memoryview(b)) for i, b in zip(order, buffers, strict=True)])
+        outcomes = store.read(
+            [(keys[i], memoryview(b)) for i, b in zip(order, buffers, strict=True)]
+        )
         assert outcomes == [Done(PAGE + 4), MISSING, Done(PAGE + 3), Done(PAGE + 1), MISSING]
         for i, buffer, outcome in zip(order, buffers, outcomes, strict=True):
             if isinstance(outcome, Done):
@@ -102,12 +104,17 @@ class StoreSuite:
     def test_parts_are_concatenated(self, store: Store) -> None:
         parts = [value_of(i, n) for i, n in enumerate((PAGE, 1, 0, 3 * PAGE, 777))]
         assert write_one(store, make_key(0), *parts) == Done(4 * PAGE + 778)
-        assert read_one(store, make_key(0), 4 * PAGE + 778) == (Done(4 * PAGE + 778), b"".join(parts))
+        assert read_one(store, make_key(0), 4 * PAGE + 778) == (
+            Done(4 * PAGE + 778),
+            b"".join(parts),
+        )
 
     def test_parts_may_be_read_only_and_inside_a_larger_buffer(self, store: Store) -> None:
         whole = memoryview(value_of(1, 4 * PAGE)).toreadonly()
         store.write([(make_key(0), [whole[PAGE : 2 * PAGE], whole[:PAGE]])])
-        assert read_one(store, make_key(0), 2 * PAGE)[1] == bytes(whole[PAGE : 2 * PAGE]) + bytes(whole[:PAGE])
+        assert read_one(store, make_key(0), 2 * PAGE)[1] == bytes(whole[PAGE : 2 * PAGE]) + bytes(
+            whole[:PAGE]
+        )
 
     def test_a_longer_buffer_keeps_its_tail(self, store: Store) -> None:
         write_one(store, make_key(0), value_of(0, 100))
@@ -122,7 +129,10 @@ class StoreSuite:
         write_one(store, make_key(1), value_of(1, 10))
         buffer = bytearray(3 * PAGE)
         view = memoryview(buffer)
-        assert store.read([(make_key(0), view[: PAGE - 1]), (make_key(1), view[PAGE:])]) == [REJECTED, Done(10)]
+        assert store.read([(make_key(0), view[: PAGE - 1]), (make_key(1), view[PAGE:])]) == [
+            REJECTED,
+            Done(10),
+        ]
         assert not any(buffer[PAGE - 1 : PAGE])
         assert read_one(store, make_key(0), PAGE) == (Done(PAGE), value_of(0, PAGE))
 
@@ -134,7 +144,11 @@ class StoreSuite:
 
     def test_the_same_key_twice_in_a_batch(self, store: Store) -> None:
         key, other = make_key(0), make_key(1)
-        items = [(key, [memoryview(b"one")]), (other, [memoryview(b"x")]), (key, [memoryview(b"two")])]
+        items = [
+            (key, [memoryview(b"one")]),
+            (other, [memoryview(b"x")]),
+            (key, [memoryview(b"two")]),
+        ]
         assert store.write(items) == [Done(3), Done(1), REJECTED]
         a, b = bytearray(8), bytearray(8)
         assert store.read([(key, memoryview(a)), (key, memoryview(b))]) == [Done(3), Done(3)]
@@ -182,16 +196,33 @@ class StoreSuite:
 
     def test_keys_of_every_length_and_any_bytes(self, store: Store) -> None:
         hashes = [bytes(n) for n in range(1, 65)] + [b"\xff" * n for n in range(1, 65)]
-        hashes += [b"../../x", b"/", b".", b"..", b"a\nb\r\n", b"{}*?[", b"\\", b"%2f", "ключ".encode()]
+        hashes += [
+            b"../../x",
+            b"/",
+            b".",
+            b"..",
+            b"a\nb\r\n",
+            b"{}*?[",
+            b"\\",
+            b"%2f",
+            "ключ".encode(),
+        ]
         keys = [ChunkKey.build(NAMESPACE, 0, h) for h in hashes]
         for i, key in enumerate(keys):
             assert write_one(store, key, i.to_bytes(4, "little")) == Done(4)
         assert all(store.contains(keys))
-        assert [int.from_bytes(read_one(store, key, 4)[1], "little") for key in keys] == list(range(len(keys)))
+        assert [int.from_bytes(read_one(store, key, 4)[1], "little") for key in keys] == list(
+            range(len(keys))
+        )
 
     def test_namespaces_and_groups_are_apart(self, store: Store) -> None:
         other = NAMESPACE.derive("x", "y")
-        keys = [make_key(7), make_key(7, group=1), make_key(7, group=256), make_key(7, namespace=other)]
+        keys = [
+            make_key(7),
+            make_key(7, group=1),
+            make_key(7, group=256),
+            make_key(7, namespace=other),
+        ]
         write_one(store, keys[0], b"0")
         assert store.contains(keys) == [True, False, False, False]
         for i, key in enumerate(keys[1:], 1):
@@ -248,7 +279,10 @@ class StoreSuite:
                 [outcome] = store.read([(key, buffer)])
                 if isinstance(outcome, Done):
                     assert outcome.length in sizes
-                    assert bytes(buffer[: outcome.length]) == bytes([sizes.index(outcome.length) + 1]) * outcome.length
+                    assert (
+                        bytes(buffer[: outcome.length])
+                        == bytes([sizes.index(outcome.length) + 1]) * outcome.length
+                    )
 
         in_threads(4, work)
 
@@ -269,7 +303,9 @@ class StoreSuite:
                     store.delete([key])
                     del held[key]
                 value = value_of(i * 1000 + n, rng.choice((17, PAGE, 5 * PAGE)))
-                assert write_one(store, key, value) == (REJECTED if key in held else Done(len(value)))
+                assert write_one(store, key, value) == (
+                    REJECTED if key in held else Done(len(value))
+                )
                 held.setdefault(key, value)
                 assert store.contains([key]) == [True]
                 assert read_one(store, key, 5 * PAGE)[1] == held[key]

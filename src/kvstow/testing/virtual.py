@@ -87,7 +87,9 @@ class VirtualServer:
                 waiting.append(coming.popleft())
             output = self._schedule(waiting, running)
             meta = self.side.build_meta(output)
-            new = sum(output.num_scheduled_tokens.values()) - len(output.scheduled_cached_reqs.req_ids)
+            new = sum(output.num_scheduled_tokens.values()) - len(
+                output.scheduled_cached_reqs.req_ids
+            )
             step_s = self.model.step_s(new, len(output.scheduled_cached_reqs.req_ids))
             self.clock.advance(step_s if output.total_num_scheduled_tokens else self.model.idle_s)
             self._end_step(running, output)
@@ -97,7 +99,11 @@ class VirtualServer:
             loaded = {job.req_id for job in meta.loads}
             for each in waiting:
                 each.is_loading = each.is_loading and each.request.request_id not in loaded
-            for each in [each for each in running if each.request.num_output_tokens >= each.request.max_tokens]:
+            for each in [
+                each
+                for each in running
+                if each.request.num_output_tokens >= each.request.max_tokens
+            ]:
                 running.remove(each)
                 self.side.request_finished(each.request, each.request.blocks)
         return served
@@ -119,11 +125,18 @@ class VirtualServer:
                 break
             budget -= self._admit(each, budget, waiting, running, output)
         for req_id, count in output.num_scheduled_tokens.items():
-            next(e for e in running if e.request.request_id == req_id).request.num_computed_tokens += count
+            next(
+                e for e in running if e.request.request_id == req_id
+            ).request.num_computed_tokens += count
         return output
 
     def _admit(
-        self, each: Served, budget: int, waiting: list[Served], running: list[Served], output: SimOutput
+        self,
+        each: Served,
+        budget: int,
+        waiting: list[Served],
+        running: list[Served],
+        output: SimOutput,
     ) -> int:
         request = each.request
         if each.is_loading:
@@ -147,7 +160,9 @@ class VirtualServer:
         output.num_scheduled_tokens[request.request_id] = count
         blocks = (list(request.blocks),)
         output.scheduled_new_reqs.append(
-            SimNew(request.request_id, request.prompt_token_ids, blocks, request.num_computed_tokens)
+            SimNew(
+                request.request_id, request.prompt_token_ids, blocks, request.num_computed_tokens
+            )
         )
         return count
 
@@ -155,7 +170,10 @@ class VirtualServer:
         now = self.clock.monotonic()
         for each in running:
             request = each.request
-            if request.request_id in output.num_scheduled_tokens and request.num_computed_tokens >= request.num_tokens:
+            if (
+                request.request_id in output.num_scheduled_tokens
+                and request.num_computed_tokens >= request.num_tokens
+            ):
                 request.append([7])
                 if each.ttft_s < 0:
                     each.ttft_s = now - each.arrives_s
@@ -164,12 +182,23 @@ class VirtualServer:
         """Series of a counter, by their label values."""
         self.totals = merge(self.totals, self.metrics.take() or {})
         counters = self.totals.get("counters", {})
-        return {s.partition("|")[2]: value for s, value in counters.items() if s.partition("|")[0] == name}
+        return {
+            s.partition("|")[2]: value
+            for s, value in counters.items()
+            if s.partition("|")[0] == name
+        }
 
 
 def virtual_server(
-    below: MemoryStore, model: Model, *, pace: PacedStore | None = None, pool_chunks: int = 1024, loads: bool = True,
-    stores: bool = False, threads: int = 4, **engine: Any,
+    below: MemoryStore,
+    model: Model,
+    *,
+    pace: PacedStore | None = None,
+    pool_chunks: int = 1024,
+    loads: bool = True,
+    stores: bool = False,
+    threads: int = 4,
+    **engine: Any,
 ) -> VirtualServer:
     """``below``: what the lower tier holds. ``pace``: the store in front of it; without one it takes no time."""
     from kvstow.vllm.metadata import Mount, WorkerMeta
@@ -183,13 +212,25 @@ def virtual_server(
     tier = Tier(TIER, store, executor, layout=LAYOUT, clock=clock, metrics=metrics, limits=limits)
     pool = HostPool.create(LAYOUT, pool_chunks * FRAME_BYTES, name="virtual")
     built = Engine(
-        pool=pool, policy=LRU(), tiers=[tier], layout=LAYOUT, clock=clock, metrics=metrics,
-        sealer=ManualExecutor(clock, run_in_wait=True), **engine,
+        pool=pool,
+        policy=LRU(),
+        tiers=[tier],
+        layout=LAYOUT,
+        clock=clock,
+        metrics=metrics,
+        sealer=ManualExecutor(clock, run_in_wait=True),
+        **engine,
     )
     rank = (0, 0)
     side = SchedulerSide(
-        built, Namespace.from_fields({"model": "virtual"}), Rules(BLOCK, BLOCK, BLOCK, save_decode=False, lookahead=0),
-        Mount(pool.ref, {rank: 0}, frozenset({rank})), loads=loads, stores=stores, clock=clock, metrics=metrics,
+        built,
+        Namespace.from_fields({"model": "virtual"}),
+        Rules(BLOCK, BLOCK, BLOCK, save_decode=False, lookahead=0),
+        Mount(pool.ref, {rank: 0}, frozenset({rank})),
+        loads=loads,
+        stores=stores,
+        clock=clock,
+        metrics=metrics,
     )
     side.update_from_workers(WorkerMeta(mounted=1))
     return VirtualServer(side, built, metrics, clock, model)

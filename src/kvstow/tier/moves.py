@@ -69,7 +69,11 @@ class Moves:
     """``coder`` and ``integrity_key`` are set before the first call, and not changed."""
 
     def __init__(
-        self, store: Store, layout: ChunkLayout, clock: Clock, set_aside: Callable[[Sequence[ChunkKey]], None]
+        self,
+        store: Store,
+        layout: ChunkLayout,
+        clock: Clock,
+        set_aside: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
         self._store = store
         self._layout = layout
@@ -85,10 +89,15 @@ class Moves:
             self._take(key, view, outcome)
             for (key, view), outcome in zip(views, self._store.read(views), strict=True)
         ]
-        for remove, reasons in ((self._set_aside, (CORRUPT,)), (self._store.delete, (CODEC, LOSSY))):
+        for remove, reasons in (
+            (self._set_aside, (CORRUPT,)),
+            (self._store.delete, (CODEC, LOSSY)),
+        ):
             keys = [key for (key, _), one in zip(views, came, strict=True) if one.why in reasons]
             if keys:
-                with suppress(StoreError):  # it is a miss either way; removing is for those who come later
+                with suppress(
+                    StoreError
+                ):  # it is a miss either way; removing is for those who come later
                     remove(keys)
         return came
 
@@ -101,7 +110,13 @@ class Moves:
         try:
             group = self._layout.groups[key.group]
             header = frame.check(
-                view, length, key, group, integrity_key=self.integrity_key, coded=True, checksum=outcome.checksum
+                view,
+                length,
+                key,
+                group,
+                integrity_key=self.integrity_key,
+                coded=True,
+                checksum=outcome.checksum,
             )
             if header.lossy and (coder is None or not coder.lossy):
                 return Came(Got.MISS, LOSSY, length)

@@ -74,7 +74,9 @@ class Tier:
         self._known: OrderedDict[ChunkKey, None] = OrderedDict()
         self._queued_writes = self._queued_bytes = self._read_bytes = 0
         self._rate = WriteRate(self.limits.assumed_write_bytes_s)
-        self._hung = self._lost = 0  # calls that hang: the tier, or in a part that it works on without
+        self._hung = self._lost = (
+            0  # calls that hang: the tier, or in a part that it works on without
+        )
         self._shown_down = -1
         self._watch_at_s = self._progress_s = clock.monotonic()
         self._shown = BreakerState.CLOSED
@@ -117,7 +119,10 @@ class Tier:
         if now >= self._watch_at_s or (ended and self._hung + self._lost):
             self._watch_at_s = now + self.limits.hung_after_s / 10
             late = now - self.limits.hung_after_s
-            hung = sum(c.ended_s is None and c.began_s is not None and c.began_s <= late for c in self._calls)
+            hung = sum(
+                c.ended_s is None and c.began_s is not None and c.began_s <= late
+                for c in self._calls
+            )
             self._lost = min(hung, self._stuck()) if hung and self._stuck is not None else 0
             self._hung = hung - self._lost
         self._show()
@@ -170,13 +175,19 @@ class Tier:
     def room(self, group: int) -> int:
         """How many more chunks of ``group`` may be read now."""
         free = self.limits.max_read_bytes - self._read_bytes
-        return free // self._frame_bytes(group) if self._read_bytes else max(1, free // self._frame_bytes(group))
+        return (
+            free // self._frame_bytes(group)
+            if self._read_bytes
+            else max(1, free // self._frame_bytes(group))
+        )
 
     def batch(self, group: int) -> int:
         """How many chunks of ``group`` make one read call."""
         return max(1, self.limits.read_batch_bytes // self._frame_bytes(group))
 
-    def read(self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[Got]], None]) -> Call | None:
+    def read(
+        self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[Got]], None]
+    ) -> Call | None:
         """Fill the leased slots. ``then`` hears which hold the payload of their key, checked, and whether exactly;
         the others are misses, and corrupt ones are removed from the store. None: nothing happens, the queue is full.
         """
@@ -197,7 +208,11 @@ class Tier:
         return call
 
     def _ended_read(
-        self, call: Call, keys: Sequence[ChunkKey], came: Sequence[Came] | None, error: BaseException | None
+        self,
+        call: Call,
+        keys: Sequence[ChunkKey],
+        came: Sequence[Came] | None,
+        error: BaseException | None,
     ) -> None:
         metrics = self._metrics
         if came is None:
@@ -232,7 +247,10 @@ class Tier:
             self._refuse("unavailable")
             return None
         queued = self._queued_bytes + size
-        if self._queued_writes >= self.limits.max_queued_writes or queued > self.limits.max_queued_bytes:
+        if (
+            self._queued_writes >= self.limits.max_queued_writes
+            or queued > self.limits.max_queued_bytes
+        ):
             self._refuse("queue_full")
             return None
         if self._queued_writes and self._rate.seconds(queued) > self.limits.max_queued_s:
@@ -245,14 +263,18 @@ class Tier:
             self._ended_write(call, key, wrote, error)
             then(wrote is not None and wrote.held)
 
-        call = self._submit(lambda: self._moves.write(key, view), end, lambda: self._queue(-1, -size), urgent=False)
+        call = self._submit(
+            lambda: self._moves.write(key, view), end, lambda: self._queue(-1, -size), urgent=False
+        )
         if call is None:
             self._refuse("queue_full")
             return None
         self._queue(1, size)
         return call
 
-    def _ended_write(self, call: Call, key: ChunkKey, wrote: Wrote | None, error: BaseException | None) -> None:
+    def _ended_write(
+        self, call: Call, key: ChunkKey, wrote: Wrote | None, error: BaseException | None
+    ) -> None:
         metrics = self._metrics
         if wrote is None:
             self._failed(1, error)

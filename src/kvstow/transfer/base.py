@@ -46,7 +46,9 @@ class Lower(Protocol):
         """How many chunks of a group make one read."""
         ...
 
-    def read(self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[Got]], None]) -> Call | None:
+    def read(
+        self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[Got]], None]
+    ) -> Call | None:
         """Fill leased slots; ``then`` hears which hold their payload, checked, and whether exactly. None: not
         started."""
         ...
@@ -98,7 +100,9 @@ class Costs(Protocol):
 
     def worth(self, tier: int, size: int, gained: int) -> bool: ...
 
-    def plan(self, ready_s: Sequence[float | None], *, had: int = 0, going_on: bool = False) -> int: ...
+    def plan(
+        self, ready_s: Sequence[float | None], *, had: int = 0, going_on: bool = False
+    ) -> int: ...
 
     def pays_from(self, tier: int, size: int, queued: int) -> int | None: ...
 

@@ -61,7 +61,13 @@ class Fetches:
             now = self._clock.monotonic()
             wait = self._waits[owner] = Wait(owner, now, now, now)
             self._open[wait] = None
-        wait.keys, wait.start, wait.cursor, wait.front, wait.end = list(keys), start, start, start, len(keys)
+        wait.keys, wait.start, wait.cursor, wait.front, wait.end = (
+            list(keys),
+            start,
+            start,
+            start,
+            len(keys),
+        )
         wait.undecided, wait.seen_version = True, -1
         if not wait.over:
             self._advance(wait)
@@ -128,8 +134,14 @@ class Fetches:
         if wait.pending and wait.explores == NOBODY:
             if self._goes_on(wait):
                 return
-            stuck = next((f for k in wait.keys if (f := self._flights.get(k)) and wait in f.waits), None)
-            tier = MEMORY if stuck is None or stuck.stage is Stage.FOUND else self._tiers[stuck.tier].name
+            stuck = next(
+                (f for k in wait.keys if (f := self._flights.get(k)) and wait in f.waits), None
+            )
+            tier = (
+                MEMORY
+                if stuck is None or stuck.stage is Stage.FOUND
+                else self._tiers[stuck.tier].name
+            )
             self._metrics.count("fetch_deadline_exceeded", tier=tier)
         self._leave(wait)
 
@@ -166,7 +178,12 @@ class Fetches:
             self._judge.unpromise(flight)
             del self._flights[flight.key]
         read = flight.read
-        if read is None or read.call is None or any(f.waits for f in read.flights) or not read.call.cancel():
+        if (
+            read is None
+            or read.call is None
+            or any(f.waits for f in read.flights)
+            or not read.call.cancel()
+        ):
             return
         self._judge.gone(flight.tier, read)
         for each, lease in zip(read.flights, read.leases, strict=True):
@@ -316,7 +333,9 @@ class Fetches:
             keys = [flight.key for flight in asked]
             question = Question(asked, self._clock.monotonic())
             if self._worth_asking(tier, asked):
-                question.call = self._tiers[tier].probe(keys, partial(self._answered, tier, question))
+                question.call = self._tiers[tier].probe(
+                    keys, partial(self._answered, tier, question)
+                )
             if question.call is None:
                 self._ask_next(asked)
         if ended:
@@ -375,7 +394,9 @@ class Fetches:
     def _read(self, tier: int, read: Read) -> bool:
         if not read.flights:
             return False
-        items = [(flight.key, lease) for flight, lease in zip(read.flights, read.leases, strict=True)]
+        items = [
+            (flight.key, lease) for flight, lease in zip(read.flights, read.leases, strict=True)
+        ]
         self._judge.submitted(tier, read)
         read.call = self._tiers[tier].read(items, partial(self._arrived, tier, read))
         if read.call is not None:

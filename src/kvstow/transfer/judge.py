@@ -17,10 +17,14 @@ from kvstow.transfer.wait import Flight, Question, Queue, Read, Wait
 logger = logging.getLogger("kvstow")
 
 KEEP_S: Final = 0.2  # what was fetched stays pinned so long for a request that vLLM has no room for
-COLD_LIMIT_S: Final = 2.0  # longest wait while it isn't known how fast this engine computes; only ever the first few
+COLD_LIMIT_S: Final = (
+    2.0  # longest wait while it isn't known how fast this engine computes; only ever the first few
+)
 EXPLORE_EVERY: Final = 16  # decisions against a tier between two reads that nobody waits for
 EXPLORE_AFTER_S: Final = 5.0  # or so long after its last read
-EXPLORE_CHUNKS: Final = 4  # at most; every second time one, so that what is fixed can be told from what grows
+EXPLORE_CHUNKS: Final = (
+    4  # at most; every second time one, so that what is fixed can be told from what grows
+)
 EXPLORE_LIMIT_S: Final = 10.0  # such a read is forgotten then, if it hasn't come
 
 
@@ -87,14 +91,22 @@ class Judge:
 
     def _ended_s(self, call: Call | None) -> float:
         """Of a call that has ended. Its owner hears of it a step later, which is no fault of the tier's."""
-        return call.ended_s if call is not None and call.ended_s is not None else self._clock.monotonic()
+        return (
+            call.ended_s
+            if call is not None and call.ended_s is not None
+            else self._clock.monotonic()
+        )
 
     # --- what to expect -----------------------------------------------------------------------------------------------
 
     def _late_s(self, tier: int, now_s: float) -> float:
         """How far the oldest read is behind what was expected of it: so is everything after it."""
         read = next(iter(self._queues[tier].reads), None)
-        return 0.0 if read is None else max(0.0, now_s - read.since_s - self._costs.reads[tier].seconds(read.behind))
+        return (
+            0.0
+            if read is None
+            else max(0.0, now_s - read.since_s - self._costs.reads[tier].seconds(read.behind))
+        )
 
     def pace_s(self, tier: int, group: int) -> tuple[float | None, float]:
         """Until what is wanted of this tier already were here (None: nobody knows), and for each chunk more."""
@@ -135,7 +147,9 @@ class Judge:
             self._metrics.count("fetch_decisions", tier=name, decision=decision)
         if logger.isEnabledFor(logging.DEBUG):
             queue = self._queues[tier]
-            pays = self._costs.pays_from(tier, self._sizes[first.key.group], queue.reading + queue.promised)
+            pays = self._costs.pays_from(
+                tier, self._sizes[first.key.group], queue.reading + queue.promised
+            )
             had = f"had {len(ready_s)} chunks, loading pays from {'no number' if pays is None else pays}"
             logger.debug("Request %s: tier %s %s; %d are loaded", wait.owner, name, had, chunks)
         return chunks
@@ -158,7 +172,11 @@ class Judge:
         compute_s = self._costs.compute_s(gained)
         wait.limit_s = wait.began_s + (COLD_LIMIT_S if compute_s is None else compute_s)
         wait.worth_s = compute_s
-        probes = [probe for tier, probe in zip(self._tiers, self._costs.probes, strict=True) if tier.usable]
+        probes = [
+            probe
+            for tier, probe in zip(self._tiers, self._costs.probes, strict=True)
+            if tier.usable
+        ]
         known = all(probe.known for probe in probes)
         self._renew(wait, max((probe.seconds for probe in probes), default=0.0) if known else None)
 

@@ -28,7 +28,9 @@ class Flight:
     tier: int = -1  # index of the tier that is asked, has it, or is read
     waits: dict[Wait, None] = field(default_factory=dict)
     read: Read | None = None
-    promised: bool = False  # FOUND, and somebody has decided to wait for it: it stands in the tier's queue
+    promised: bool = (
+        False  # FOUND, and somebody has decided to wait for it: it stands in the tier's queue
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +89,11 @@ class Wait:
     def asks(self, keys: Sequence[ChunkKey], start: int) -> bool:
         """Whether ``keys`` from ``start`` are what it waits for. A prompt's last key names all of it."""
         mine = self.keys
-        return start == self.start and len(mine) == len(keys) and (mine is keys or not mine or mine[-1] == keys[-1])
+        return (
+            start == self.start
+            and len(mine) == len(keys)
+            and (mine is keys or not mine or mine[-1] == keys[-1])
+        )
 
 
 @dataclass(slots=True)

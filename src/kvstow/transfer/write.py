@@ -58,7 +58,10 @@ class WriteThrough:
 
     def busy(self) -> bool:
         """Whether chunks are being sealed; what is being written, the tiers know."""
-        return bool(self._sealer.outstanding) and self._clock.monotonic() - self._sealed_s < self._work_deadline_s
+        return (
+            bool(self._sealer.outstanding)
+            and self._clock.monotonic() - self._sealed_s < self._work_deadline_s
+        )
 
     def start(self, key: ChunkKey, lease: Lease, seal: Seal) -> None:
         """Seal the slot and write it to every tier; takes over ``lease``. ``seal`` runs on the sealer."""
@@ -66,7 +69,9 @@ class WriteThrough:
         reason = None if any(tier.usable for tier in self._tiers) else "unavailable"
         if reason is None and len(self._writes) >= self._max_pinned:
             reason = "pinned"
-        if reason is None and not self._sealer.submit(seal, lambda _, error: self._sealed(write, error)):
+        if reason is None and not self._sealer.submit(
+            seal, lambda _, error: self._sealed(write, error)
+        ):
             reason = "queue_full"
         if reason is None:
             self._writes[write] = None

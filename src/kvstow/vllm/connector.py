@@ -48,7 +48,9 @@ def _guarded(
 ]:
     """When a scheduler hook raises: switch kvstow off, then answer ``otherwise`` of the same arguments."""
 
-    def wrap(hook: Callable[Concatenate[KVStowConnector, P], R]) -> Callable[Concatenate[KVStowConnector, P], R]:
+    def wrap(
+        hook: Callable[Concatenate[KVStowConnector, P], R],
+    ) -> Callable[Concatenate[KVStowConnector, P], R]:
         @functools.wraps(hook)
         def guarded(self: KVStowConnector, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
@@ -64,11 +66,15 @@ def _guarded(
     return wrap
 
 
-def _no_hit(_: KVStowConnector, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+def _no_hit(
+    _: KVStowConnector, request: Request, num_computed_tokens: int
+) -> tuple[int | None, bool]:
     return 0, False
 
 
-def _free_now(_: KVStowConnector, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+def _free_now(
+    _: KVStowConnector, request: Request, block_ids: list[int]
+) -> tuple[bool, dict[str, Any] | None]:
     return False, None
 
 
@@ -79,7 +85,9 @@ def _not_reset(_: KVStowConnector) -> bool | None:
 class KVStowConnector(KVConnectorBase_V1):
     """Selected with ``--kv-transfer-config '{"kv_connector":"KVStowConnector","kv_role":"kv_both"}'``."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         start.log_like_vllm()
         refuse_unserved_model(vllm_config)
@@ -131,7 +139,9 @@ class KVStowConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # loads are asynchronous: the request is not scheduled before its load has ended
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         return  # whole chunks are copied after the forward
 
     def wait_for_save(self) -> None:
@@ -139,7 +149,9 @@ class KVStowConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self.has_connector_metadata() and not self._step().has_forward:
-            self._my_worker.submit_stores(self._step())  # vLLM 0.30 does not call wait_for_save on empty steps
+            self._my_worker.submit_stores(
+                self._step()
+            )  # vLLM 0.30 does not call wait_for_save on empty steps
         return self._my_worker.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -157,17 +169,29 @@ class KVStowConnector(KVConnectorBase_V1):
         self._scheduler = start.scheduler_side(self._vllm_config, self._kv_cache_config, hellos)
 
     @_guarded(_no_hit)
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         return self._scheduler.num_new_matched_tokens(request, num_computed_tokens)
 
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # vLLM 0.30 has none, and never calls this
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import (
+            CacheHitSource,
+        )  # vLLM 0.30 has none, and never calls this
 
-        known = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "direct": CacheHitSource.DISK}
+        known = {
+            "memory": CacheHitSource.HOST,
+            "disk": CacheHitSource.DISK,
+            "direct": CacheHitSource.DISK,
+        }
         counts: dict[Any, int] = {}
-        for tier, tokens in (self._scheduler.hit_sources(request) if self._scheduler else {}).items():
+        for tier, tokens in (
+            self._scheduler.hit_sources(request) if self._scheduler else {}
+        ).items():
             source = known.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
             counts[source] = counts.get(source, 0) + tokens
         return counts
@@ -178,15 +202,21 @@ class KVStowConnector(KVConnectorBase_V1):
             self._scheduler.lose(request, list(blocks.get_block_ids()[0]), num_external_tokens)
 
     @_guarded(_lose_load)
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         if self._scheduler is not None:
             block_ids = list(blocks.get_block_ids()[0]) if num_external_tokens else []
             self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def _build_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return StepMeta() if self._scheduler is None else self._scheduler.build_meta(scheduler_output)
+        return (
+            StepMeta() if self._scheduler is None else self._scheduler.build_meta(scheduler_output)
+        )
 
-    @_guarded(_build_meta)  # switched off, it passes on what was promised and what must be reported, nothing new
+    @_guarded(
+        _build_meta
+    )  # switched off, it passes on what was promised and what must be reported, nothing new
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._build_meta(scheduler_output)
 
@@ -197,7 +227,9 @@ class KVStowConnector(KVConnectorBase_V1):
             self._scheduler.update_from_workers(meta)
 
     @_guarded(_free_now)
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is None:
             return False, None
         return self._scheduler.request_finished(request, block_ids), None

@@ -32,7 +32,11 @@ class _Mover:
 
     def ended(self) -> Iterable[Copied]:
         return [
-            Copied(end.ticket, (end.error or "the copy failed") if end.failed else None, end.moved_bytes)
+            Copied(
+                end.ticket,
+                (end.error or "the copy failed") if end.failed else None,
+                end.moved_bytes,
+            )
             for end in self._inner.finished()
         ]
 
@@ -57,7 +61,9 @@ class DirectDevice:
         strict: bool = False,
     ) -> None:
         self._inner = inner
-        self._pipeline: Pipeline[Transfer] = Pipeline(media, _Mover(inner, staging), executor, clock)
+        self._pipeline: Pipeline[Transfer] = Pipeline(
+            media, _Mover(inner, staging), executor, clock
+        )
         self._shard = shard
         self._name = media.name
         self._strict = strict
@@ -84,7 +90,9 @@ class DirectDevice:
         self._start(ticket, transfers, load=True)
 
     def _start(self, ticket: int, transfers: Sequence[Transfer], *, load: bool) -> None:
-        if not transfers or any(t.place.kind != "direct" or self._shard >= len(t.place.spans) for t in transfers):
+        if not transfers or any(
+            t.place.kind != "direct" or self._shard >= len(t.place.spans) for t in transfers
+        ):
             why = f"no extent of shard {self._shard}" if transfers else None
             self._refused.append(Finished(ticket, tuple(range(len(transfers))), why, 0, 0.0))
             return
@@ -127,7 +135,9 @@ def open_direct(inner: Device, ref: DirectRef, shard: int, kv_device: torch.devi
         api = build.load_rds()
         npu: Any = inner
         if kv_device.type != "rbln" or not hasattr(npu, "map_device_pool"):
-            raise UnsupportedError(f"direct.engine rds serves RBLN NPUs, and KV is on {kv_device.type!r}")
+            raise UnsupportedError(
+                f"direct.engine rds serves RBLN NPUs, and KV is on {kv_device.type!r}"
+            )
         payload_bytes = ref.geometry.extent_bytes[shard] - HEADER_BYTES
         staging = pools = DeviceStaging(npu, kv_device, ref.areas(shard), payload_bytes)
         media = build.rds_media(api, ref, shard, kv_device.index or 0, pools.areas)

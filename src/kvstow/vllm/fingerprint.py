@@ -18,11 +18,24 @@ SAMPLES: Final = 1024  # of a file whose tensors are not known
 MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 READ_BYTES: Final = 1 << 20
 MAX_ADAPTER_BYTES: Final = 4 << 30
-MAX_READING_S: Final = 10.0  # a request waits so long for its adapter's files to be read; vLLM reads them too
+MAX_READING_S: Final = (
+    10.0  # a request waits so long for its adapter's files to be read; vLLM reads them too
+)
 MAX_REMEMBERED: Final = 4096  # files; some 200 bytes each
 
-WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")  # the first kind that is there is what vLLM loads
-_TRAINING: Final = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+WEIGHTS: Final = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".gguf",
+)  # the first kind that is there is what vLLM loads
+_TRAINING: Final = (
+    "training_args.bin",
+    "optimizer.bin",
+    "optimizer.pt",
+    "scheduler.pt",
+    "scaler.pt",
+)
 _ADAPTER: Final = (".json", ".safetensors", ".bin", ".pt")
 
 _remembered: dict[tuple[object, ...], bytes] = {}
@@ -73,9 +86,16 @@ def lora_digest(path: str) -> bytes | None:
 def _adapter_files(path: str) -> list[tuple[str, str]]:
     """Name and path of each of an adapter's files; none if it isn't one, or too large."""
     folder = os.path.expanduser(path)
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and entry.name.endswith(_ADAPTER))
+    names = sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.is_file() and entry.name.endswith(_ADAPTER)
+    )
     files = [(name, os.path.join(folder, name)) for name in names]
-    if "adapter_config.json" not in names or sum(os.stat(file).st_size for _, file in files) > MAX_ADAPTER_BYTES:
+    if (
+        "adapter_config.json" not in names
+        or sum(os.stat(file).st_size for _, file in files) > MAX_ADAPTER_BYTES
+    ):
         return []
     return files
 
@@ -83,7 +103,10 @@ def _adapter_files(path: str) -> list[tuple[str, str]]:
 def _unread(path: str) -> bool:
     """Whether an adapter's digest takes more than a ``stat`` a file."""
     try:
-        return any(_remembered_as(_whole, os.stat(file)) not in _remembered for _, file in _adapter_files(path))
+        return any(
+            _remembered_as(_whole, os.stat(file)) not in _remembered
+            for _, file in _adapter_files(path)
+        )
     except (OSError, ValueError):
         return False
 
@@ -177,7 +200,10 @@ def _sampled(fd: int, size: int) -> bytes:
     hasher = blake3(size.to_bytes(8, "little"))
     header = _safetensors_header(fd, size)
     if header is None:
-        for piece in (os.pread(fd, READ_BYTES, 0), os.pread(fd, READ_BYTES, max(0, size - READ_BYTES))):
+        for piece in (
+            os.pread(fd, READ_BYTES, 0),
+            os.pread(fd, READ_BYTES, max(0, size - READ_BYTES)),
+        ):
             hasher.update(piece)
         middles: Iterator[int] = iter(range(0, size, max(SAMPLE_BYTES, size // SAMPLES)))
     else:
@@ -201,7 +227,11 @@ def _tensor_middles(header: bytes) -> Iterator[int]:
     """File offset of the sample of each tensor, in file order. Of a tensor of up to 4 KiB that is all of it."""
     try:
         entries = json.loads(header[8:])
-        offsets = sorted(tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__")
+        offsets = sorted(
+            tuple(entry["data_offsets"])
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise OSError(f"a safetensors header that cannot be read: {error}") from error
     for begin, end in offsets:

@@ -87,7 +87,9 @@ def refuse_unserved_model(vllm_config: VllmConfig) -> None:
         )
     for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, size, 1) > 1:
-            raise UnsupportedError(f"kvstow does not serve --{size.replace('_', '-')} {getattr(parallel, size)} yet")
+            raise UnsupportedError(
+                f"kvstow does not serve --{size.replace('_', '-')} {getattr(parallel, size)} yet"
+            )
 
 
 def block_geometry(vllm_config: VllmConfig, config: KVCacheConfig) -> Blocks:
@@ -104,7 +106,9 @@ def block_geometry(vllm_config: VllmConfig, config: KVCacheConfig) -> Blocks:
     block = config.kv_cache_groups[0].kv_cache_spec.block_size
     hashed = getattr(config, "hash_block_size", None) or block
     if block % hashed:
-        raise UnsupportedError(f"block size {block} is not a multiple of the hash block size {hashed}")
+        raise UnsupportedError(
+            f"block size {block} is not a multiple of the hash block size {hashed}"
+        )
     return Blocks(block, hashed)
 
 

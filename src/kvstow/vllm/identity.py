@@ -33,10 +33,22 @@ SEED_VARIABLE: Final = "PYTHONHASHSEED"
 ROOT: Final = "block hash root"
 CRYPTOGRAPHIC: Final = ("sha256", "sha256_cbor")
 _FROM_FILES: Final = frozenset(
-    ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache", "gguf")
+    (
+        "auto",
+        "hf",
+        "safetensors",
+        "fastsafetensors",
+        "instanttensor",
+        "mistral",
+        "pt",
+        "npcache",
+        "gguf",
+    )
 )
 _COMMIT: Final = re.compile(r"[0-9a-f]{40,64}")
-_NOT_IDENTITY: Final = frozenset(("_name_or_path", "name_or_path", "_commit_hash", "transformers_version"))
+_NOT_IDENTITY: Final = frozenset(
+    ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +74,20 @@ class Identity:
 
 
 def model_namespace(
-    vllm_config: VllmConfig, shards: Sequence[Sequence[GroupPages]], chunk_tokens: int, backends: str = ""
+    vllm_config: VllmConfig,
+    shards: Sequence[Sequence[GroupPages]],
+    chunk_tokens: int,
+    backends: str = "",
 ) -> Namespace:
     """``model_identity``'s namespace."""
     return model_identity(vllm_config, shards, chunk_tokens, backends).namespace
 
 
 def model_identity(
-    vllm_config: VllmConfig, shards: Sequence[Sequence[GroupPages]], chunk_tokens: int, backends: str = ""
+    vllm_config: VllmConfig,
+    shards: Sequence[Sequence[GroupPages]],
+    chunk_tokens: int,
+    backends: str = "",
 ) -> Identity:
     """Identity of the KV that ``vllm_config``'s engine makes.
 
@@ -86,7 +104,10 @@ def model_identity(
         problem = problem or draft_problem
     fields |= _cache_fields(vllm_config, backends)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        problem = problem or "the scales of its KV are computed at run time, so they differ from run to run"
+        problem = (
+            problem
+            or "the scales of its KV are computed at run time, so they differ from run to run"
+        )
     fields |= _parallel_fields(vllm_config.parallel_config)
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     fields |= _hash_fields(algorithm, variable(SEED_VARIABLE))
@@ -94,7 +115,9 @@ def model_identity(
     for shard, groups in enumerate(shards):
         for group, pages in enumerate(groups):
             layers = [[layer.name, layer.page_bytes, layer.layout] for layer in pages.layers]
-            fields[f"pages {shard}/{group}"] = _canonical({"block": pages.block_tokens, "layers": layers})
+            fields[f"pages {shard}/{group}"] = _canonical(
+                {"block": pages.block_tokens, "layers": layers}
+            )
     return Identity(fields, problem)
 
 
@@ -105,9 +128,13 @@ def _model_fields(model: ModelConfig | Any, load_config: Any) -> tuple[dict[str,
         "model config": _canonical(_config(model.hf_config)),
         "model implementation": str(getattr(model, "model_impl", "auto")),
         "model dtype": str(model.dtype),
-        "quantization": _canonical([model.quantization, getattr(model, "quantization_config", None)]),
+        "quantization": _canonical(
+            [model.quantization, getattr(model, "quantization_config", None)]
+        ),
         "rope mode": _rope_mode(model),
-        "sliding window": "off" if getattr(model, "disable_sliding_window", False) else "as configured",
+        "sliding window": "off"
+        if getattr(model, "disable_sliding_window", False)
+        else "as configured",
         "load format": "files" if load_format in _FROM_FILES else load_format,
         "multimodal processor": _canonical(
             getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)
@@ -127,7 +154,9 @@ def _model_fields(model: ModelConfig | Any, load_config: Any) -> tuple[dict[str,
         fields["weights"] = f"revision {revision} of {model.model}"
     else:
         fields["weights"] = f"unknown, {model.model}"
-        problem = problem or f"{model.model} has neither local weight files nor an immutable revision"
+        problem = (
+            problem or f"{model.model} has neither local weight files nor an immutable revision"
+        )
     if load_format == "dummy":
         fields["weights"] = f"random, seed {model.seed}"
         problem = f"{model.model} is loaded with random weights (load format dummy)"
@@ -144,7 +173,10 @@ def _local_folder(model: ModelConfig | Any, load_config: Any) -> str | None:
 
     try:
         found = try_to_load_from_cache(
-            model.model, "config.json", cache_dir=getattr(load_config, "download_dir", None), revision=model.revision
+            model.model,
+            "config.json",
+            cache_dir=getattr(load_config, "download_dir", None),
+            revision=model.revision,
         ) or try_to_load_from_cache(model.model, "config.json", revision=model.revision)
     except HFValidationError:
         return None
@@ -182,7 +214,9 @@ def _rope_mode(model: ModelConfig | Any) -> str:
     config = getattr(model, "hf_text_config", model.hf_config)
     original = getattr(config, "original_max_position_embeddings", None)
     modes = []
-    for rope in _ropes(getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+    for rope in _ropes(
+        getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)
+    ):
         limit = rope.get("original_max_position_embeddings", original)
         if rope.get("rope_type", rope.get("type")) in ("longrope", "su") and isinstance(limit, int):
             modes.append("long" if model.max_model_len > limit else "short")
@@ -204,7 +238,8 @@ def _cache_fields(vllm_config: VllmConfig, backends: str) -> dict[str, str]:
         "kv dtype": str(cache.cache_dtype),
         "kv dtype of skipped layers": _canonical(getattr(cache, "kv_cache_dtype_skip_layers", [])),
         "device": _cpu() if device == "cpu" else device,
-        "attention backends": backends or f"as asked for: {getattr(vllm_config.attention_config, 'backend', None)}",
+        "attention backends": backends
+        or f"as asked for: {getattr(vllm_config.attention_config, 'backend', None)}",
         "model runner": "v2" if getattr(vllm_config, "use_v2_model_runner", False) else "v1",
     }
 
@@ -213,7 +248,9 @@ def attention_backends(vllm_config: VllmConfig, layers: Sequence[str]) -> str:
     """Names of the attention backends of ``layers``, in a worker once the model is built."""
     context: Any = vllm_config.compilation_config.static_forward_context
     backends = (getattr(context.get(layer), "attn_backend", None) for layer in layers)
-    return "+".join(sorted({str(backend.get_name()) for backend in backends if backend is not None}))
+    return "+".join(
+        sorted({str(backend.get_name()) for backend in backends if backend is not None})
+    )
 
 
 def _cpu() -> str:
@@ -221,7 +258,11 @@ def _cpu() -> str:
     import torch
     import vllm
 
-    features = [name for name in ("amx_tile", "avx512", "avx2") if getattr(torch.cpu, f"_is_{name}_supported", bool)()]
+    features = [
+        name
+        for name in ("amx_tile", "avx512", "avx2")
+        if getattr(torch.cpu, f"_is_{name}_supported", bool)()
+    ]
     return f"cpu {platform.machine()} {'+'.join(features)} vllm {vllm.__version__}"
 
 
@@ -237,7 +278,13 @@ def _parallel_fields(parallel: Any) -> dict[str, str]:
 
 
 def _hash_fields(algorithm: str, seed: str | None) -> dict[str, str]:
-    root = "random" if root_hash_is_random(algorithm, seed) else "vLLM's default" if seed is None else f"seed {seed}"
+    root = (
+        "random"
+        if root_hash_is_random(algorithm, seed)
+        else "vLLM's default"
+        if seed is None
+        else f"seed {seed}"
+    )
     fields = {"block hash": algorithm, ROOT: root}
     if not algorithm.endswith("_cbor"):
         fields["block hash pickle protocol"] = str(_pickle_protocol())

@@ -16,7 +16,9 @@ from kvstow.vllm.requests import Tracked
 
 logger = logging.getLogger("kvstow")
 
-JOB_DEADLINE_S: Final = 60.0  # an idle engine is kept stepping at most this long for a worker's answer
+JOB_DEADLINE_S: Final = (
+    60.0  # an idle engine is kept stepping at most this long for a worker's answer
+)
 
 
 @dataclass(slots=True)
@@ -38,7 +40,9 @@ class Sent:
 class Jobs:
     """Owner's thread only. A job has ended once every one of ``ranks`` ranks has reported it."""
 
-    def __init__(self, engine: Engine, ranks: int, chunk_tokens: int, *, clock: Clock, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: Engine, ranks: int, chunk_tokens: int, *, clock: Clock, metrics: Metrics
+    ) -> None:
         self._engine = engine
         self._ranks = ranks
         self._chunk_tokens = chunk_tokens
@@ -66,7 +70,15 @@ class Jobs:
         # Chunks of a request that decodes come one by one, several in every step of a busy engine: no line for each.
         level = logging.DEBUG if request.num_output_tokens and not load else logging.INFO
         self._sent[job.job] = Sent(
-            job.req_id, load, leases, required, moved, request.num_tokens, self._clock.monotonic(), level, bool(lost)
+            job.req_id,
+            load,
+            leases,
+            required,
+            moved,
+            request.num_tokens,
+            self._clock.monotonic(),
+            level,
+            bool(lost),
         )
         return job
 
@@ -98,7 +110,9 @@ class Jobs:
             self._metrics.count("failed_chunks", failed, tier=tier, reason=f"{verb}_copy")
         if done:
             self._metrics.count("loaded_chunks" if sent.load else "stored_chunks", done, tier=tier)
-            self._metrics.count("loaded_bytes" if sent.load else "stored_bytes", report.moved_bytes, tier=tier)
+            self._metrics.count(
+                "loaded_bytes" if sent.load else "stored_bytes", report.moved_bytes, tier=tier
+            )
             self._metrics.observe(f"{verb}_seconds", report.seconds, tier=tier)
         self._log(sent, done)
 
@@ -109,7 +123,10 @@ class Jobs:
         moved = sent.moved_tokens if done == len(sent.leases) else done * self._chunk_tokens
         rate = report.moved_bytes / report.seconds / 1e9 if report.seconds > 0 else 0.0
         what, wanted = (
-            ("Retrieved %d out of %d required tokens (from %d total tokens)", (sent.required_tokens, sent.total_tokens))
+            (
+                "Retrieved %d out of %d required tokens (from %d total tokens)",
+                (sent.required_tokens, sent.total_tokens),
+            )
             if sent.load
             else ("Stored %d out of %d total tokens", (sent.total_tokens,))
         )

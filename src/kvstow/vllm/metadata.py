@@ -20,7 +20,9 @@ class Hello(KVConnectorHandshakeMetadata):
     """One rank's answer at start: what its device recognised, and where it runs."""
 
     groups: tuple[GroupPages, ...]
-    shard: tuple[int, int]  # (pipeline rank, which distinct slice of the KV heads); equal on ranks with equal bytes
+    shard: tuple[
+        int, int
+    ]  # (pipeline rank, which distinct slice of the KV heads); equal on ranks with equal bytes
     host: str  # boot id: every rank must share the scheduler's host memory
     backends: str  # names of its attention backends
 
@@ -60,8 +62,12 @@ class StepMeta(KVConnectorMetadata):
 
     loads: list[Job] = field(default_factory=list)
     stores: list[Job] = field(default_factory=list)
-    preempted: set[str] = field(default_factory=set)  # their blocks may be reused by this step's forward
-    finishing: list[str] = field(default_factory=list)  # report finished_sending once their stores have ended
+    preempted: set[str] = field(
+        default_factory=set
+    )  # their blocks may be reused by this step's forward
+    finishing: list[str] = field(
+        default_factory=list
+    )  # report finished_sending once their stores have ended
     has_forward: bool = True
     mount: Mount | None = None  # sent until every rank has reported it
     step: int = 0  # to be given back once the step is done; 0: not
@@ -90,8 +96,12 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     jobs: dict[int, JobReport] = field(default_factory=dict)
     step: int = 0  # the one that has been done
     mounted: int = 0  # ranks that mapped the pool in this step
-    hung: dict[tuple[int, int], bool] = field(default_factory=dict)  # ranks whose NVMe stopped answering, or does again
-    errors: list[str] = field(default_factory=list)  # why a rank cannot take part, or why copies failed
+    hung: dict[tuple[int, int], bool] = field(
+        default_factory=dict
+    )  # ranks whose NVMe stopped answering, or does again
+    errors: list[str] = field(
+        default_factory=list
+    )  # why a rank cannot take part, or why copies failed
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerMeta)

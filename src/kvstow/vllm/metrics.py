@@ -6,7 +6,10 @@ import math
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvstow.metrics import METRICS, OTHER, MetricSpec, merge, split_series
 
@@ -34,7 +37,9 @@ class KVStowStats(KVConnectorStats):
                 reduced[_shown(series)] = round(value, 3)
         for series, cells in self.data.get("histograms", {}).items():
             count = sum(cell[1] for cell in cells)
-            reduced[f"{_shown(series)} mean"] = round(sum(cell[2] for cell in cells) / max(1, count), 6)
+            reduced[f"{_shown(series)} mean"] = round(
+                sum(cell[2] for cell in cells) / max(1, count), 6
+            )
         return reduced
 
 
@@ -59,9 +64,13 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _unregister_previous()
-        self._families = {name: self._family(name, spec, labelnames) for name, spec in METRICS.items()}
+        self._families = {
+            name: self._family(name, spec, labelnames) for name, spec in METRICS.items()
+        }
         self._bound: dict[tuple[int, str], Any] = {}
-        for engine in per_engine_labelvalues:  # what can be known in advance is there, as 0, from the first scrape on
+        for engine in (
+            per_engine_labelvalues
+        ):  # what can be known in advance is there, as 0, from the first scrape on
             for name, spec in METRICS.items():
                 if spec.labels == ("tier",):
                     self._metric(engine, f"{name}|{HOST_TIER}")
@@ -69,14 +78,21 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
                     self._metric(engine, name)
 
     def _family(self, name: str, spec: MetricSpec, labelnames: list[str]) -> Any:
-        kinds = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
+        kinds = {
+            "counter": self._counter_cls,
+            "gauge": self._gauge_cls,
+            "histogram": self._histogram_cls,
+        }
         more: dict[str, Any] = {}
         if spec.kind == "gauge":
             more = {"multiprocess_mode": "mostrecent"}
         elif spec.kind == "histogram":
             more = {"buckets": spec.buckets}
         return kinds[spec.kind](
-            name=spec.exported(name), documentation=spec.help, labelnames=[*labelnames, *spec.labels], **more
+            name=spec.exported(name),
+            documentation=spec.help,
+            labelnames=[*labelnames, *spec.labels],
+            **more,
         )
 
     def _metric(self, engine: int, series: str) -> Any | None:
@@ -92,7 +108,11 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
         return bound
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for part, kind in (("counters", "counter"), ("gauges", "gauge"), ("histograms", "histogram")):
+        for part, kind in (
+            ("counters", "counter"),
+            ("gauges", "gauge"),
+            ("histograms", "histogram"),
+        ):
             for series, value in (transfer_stats_data.get(part) or {}).items():
                 metric = self._metric(engine_idx, series)
                 spec = METRICS.get(split_series(series)[0])
@@ -108,7 +128,10 @@ def _observe_cells(metric: Any, buckets: tuple[float, ...], cells: Any) -> None:
     """Put a bucket's observations into the histogram: as often as there were, each the bucket's mean, so that counts
     and sum come out right through the public interface alone."""
     for bucket, count, total in cells:
-        if not (_is_amount(count) and _is_amount(total) and 0 <= bucket <= len(buckets)) or not count:
+        if (
+            not (_is_amount(count) and _is_amount(total) and 0 <= bucket <= len(buckets))
+            or not count
+        ):
             continue
         low = math.nextafter(buckets[bucket - 1], math.inf) if bucket else 0.0
         high = buckets[bucket] if bucket < len(buckets) else math.inf
@@ -124,5 +147,7 @@ def _is_amount(value: object) -> bool:
 def _unregister_previous() -> None:
     """A second engine in one process registers the same names; vLLM does the same for its own."""
     for collector in list(REGISTRY._collector_to_names):
-        if isinstance(collector, Counter | Gauge | Histogram) and collector._name.startswith("kvstow_"):
+        if isinstance(collector, Counter | Gauge | Histogram) and collector._name.startswith(
+            "kvstow_"
+        ):
             REGISTRY.unregister(collector)

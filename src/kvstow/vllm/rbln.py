@@ -36,7 +36,9 @@ class RBLNLMCacheConnectorV1(KVStowConnector):
     kvstow needs neither.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         refuse_unserved(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._registered: dict[str, torch.Tensor] | None = None  # and not finalised yet

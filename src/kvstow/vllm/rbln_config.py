@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 DEVICE_TENSOR_VARIABLE: Final = "VLLM_RBLN_USE_DEVICE_TENSOR"
 TRUE: Final = ("true", "1")  # as vllm-rbln reads it; unset it is true
-NUMERICS: Final = ("compile_dtype", "enforce_model_fp32", "use_custom_kernel", "use_w8a8")  # these change KV's values
+NUMERICS: Final = (
+    "compile_dtype",
+    "enforce_model_fp32",
+    "use_custom_kernel",
+    "use_w8a8",
+)  # these change KV's values
 
 
 def refuse_unserved(vllm_config: VllmConfig) -> None:
@@ -67,4 +72,6 @@ def numerics(vllm_config: VllmConfig) -> str:
     config: Any = vllm_config.additional_config
     if not hasattr(config, "use_custom_kernel"):
         return ""
-    return " rbln " + json.dumps({name: str(getattr(config, name, None)) for name in NUMERICS}, sort_keys=True)
+    return " rbln " + json.dumps(
+        {name: str(getattr(config, name, None)) for name in NUMERICS}, sort_keys=True
+    )

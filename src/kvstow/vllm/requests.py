@@ -50,7 +50,9 @@ class Tracked:
     load: bool
     store: bool
     blocks: list[int] = field(default_factory=list)
-    stores: set[int] = field(default_factory=set)  # store jobs that still read this request's blocks
+    stores: set[int] = field(
+        default_factory=set
+    )  # store jobs that still read this request's blocks
     loading: int | None = None  # load job that still writes them
     local_tokens: int = 0  # computed by the engine, as of the last query
     counted: bool = False
@@ -70,7 +72,9 @@ class Tracked:
         if getattr(self.request, "resumable", False):
             self._keys = []  # a streaming session may rewrite its tail
         if known > len(self._keys):
-            self._keys += chunk_keys(self.namespace, 0, hashes, self.rules.hashes_per_chunk, start=len(self._keys))
+            self._keys += chunk_keys(
+                self.namespace, 0, hashes, self.rules.hashes_per_chunk, start=len(self._keys)
+            )
         return self._keys
 
     def rekey(self, namespace: Namespace | None) -> None:
@@ -98,4 +102,8 @@ class Tracked:
 
     def parent_hash(self, chunk: int) -> bytes:
         """Prefix hash of the chunk before, empty for the first."""
-        return bytes(self.request.block_hashes[chunk * self.rules.hashes_per_chunk - 1]) if chunk else b""
+        return (
+            bytes(self.request.block_hashes[chunk * self.rules.hashes_per_chunk - 1])
+            if chunk
+            else b""
+        )

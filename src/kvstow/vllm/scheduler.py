@@ -57,7 +57,9 @@ class SchedulerSide:
         self._mount = mount
         self._ranks = len(mount.shards)
         self._mounted = 0
-        self._hung = Hangs(metrics, used=engine.place_tier == "direct")  # while it is true, direct storage is bypassed
+        self._hung = Hangs(
+            metrics, used=engine.place_tier == "direct"
+        )  # while it is true, direct storage is bypassed
         self._loads = loads
         self._stores = stores
         self._clock = clock
@@ -67,7 +69,9 @@ class SchedulerSide:
         self._taint = None if engine.exact or not stores else Taint(rules)
         self._times = StepTimes(engine, clock)
         self._next_meta = StepMeta()
-        self._last: str | None = None  # the request that was answered last in this step, if none was admitted since
+        self._last: str | None = (
+            None  # the request that was answered last in this step, if none was admitted since
+        )
         self._passed: set[str] = set()  # requests that had no room in steps which did nothing else
         self._resets = 0
         self._started_s = clock.monotonic()
@@ -76,7 +80,9 @@ class SchedulerSide:
 
     # --- queries -------------------------------------------------------------------------------------------------
 
-    def num_new_matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+    def num_new_matched_tokens(
+        self, request: Request, computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """vLLM's hook: tokens that can be loaded beyond ``computed_tokens``; None means ask again.
 
         Asked on every step while the request waits, so idempotent and cheap.
@@ -130,7 +136,9 @@ class SchedulerSide:
 
     def _unstored(self, request: Request, params: dict[str, Any]) -> bool:
         limit = self._rules.priority_limit
-        return bool(params.get(SKIP_STORE, False)) or (limit is not None and request.priority > limit)
+        return bool(params.get(SKIP_STORE, False)) or (
+            limit is not None and request.priority > limit
+        )
 
     def _namespace_of(self, request: Request) -> Namespace | None:
         if self._broken:
@@ -143,7 +151,9 @@ class SchedulerSide:
 
     # --- allocation ----------------------------------------------------------------------------------------------
 
-    def update_state_after_alloc(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, block_ids: list[int], external_tokens: int
+    ) -> None:
         """vLLM's hook: ``external_tokens`` after the local hit are to be loaded into ``block_ids`` (all blocks of the
         request, in order). 0 means that nothing is loaded, whatever was answered before."""
         self._last = None
@@ -164,14 +174,22 @@ class SchedulerSide:
         copies: list[Copy] = []
         for index, lease in enumerate(leases, start=first):
             low, high = max(start, index * chunk), min(end, (index + 1) * chunk)
-            copies.append(Copy(lease.place, block_ids[low // block : high // block], (low - index * chunk) // block))
+            copies.append(
+                Copy(
+                    lease.place,
+                    block_ids[low // block : high // block],
+                    (low - index * chunk) // block,
+                )
+            )
         if self._taint is not None:
             for copy, key in zip(copies, keys, strict=False):
                 self._taint.loaded(copy.block_ids, lossy=self._engine.lossy(key))
         held_end = max(start, min(end, (first + len(leases)) * chunk))
         lost = block_ids[held_end // block : -(-end // block)]
         moved = held_end - start
-        job = self._jobs.new(tracked, copies, leases, load=True, required=external_tokens, moved=moved, lost=lost)
+        job = self._jobs.new(
+            tracked, copies, leases, load=True, required=external_tokens, moved=moved, lost=lost
+        )
         tracked.loading = job.job
         tracked.blocks = block_ids  # from now on they hold KV: a reset must know
         self._next_meta.loads.append(job)
@@ -187,12 +205,18 @@ class SchedulerSide:
             return
         end = -(-(tracked.local_tokens + external_tokens) // self._rules.block_tokens)
         lost = block_ids[tracked.local_tokens // self._rules.block_tokens : end]
-        job = self._jobs.new(tracked, [], [], load=True, required=external_tokens, moved=0, lost=lost)
+        job = self._jobs.new(
+            tracked, [], [], load=True, required=external_tokens, moved=0, lost=lost
+        )
         tracked.loading = job.job
         self._next_meta.loads.append(job)
 
     def _count_lookup(self, tracked: Tracked) -> None:
-        if tracked.counted or not tracked.load or getattr(tracked.request, "skip_reading_prefix_cache", False):
+        if (
+            tracked.counted
+            or not tracked.load
+            or getattr(tracked.request, "skip_reading_prefix_cache", False)
+        ):
             return
         tracked.counted = True
         chunk = self._rules.chunk_tokens
@@ -232,7 +256,11 @@ class SchedulerSide:
             if self._stores:
                 self._offer_new(output)
                 self._offer_cached(output)
-        if self._last is not None and not output.total_num_scheduled_tokens and not self._jobs.busy():
+        if (
+            self._last is not None
+            and not output.total_num_scheduled_tokens
+            and not self._jobs.busy()
+        ):
             self._passed.add(self._last)
         else:
             self._passed.clear()
@@ -250,7 +278,9 @@ class SchedulerSide:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
                 tracked.blocks = list(new.block_ids[0])
-                tracked.advance(0)  # a session that goes on, or resumed after a preemption, comes here again
+                tracked.advance(
+                    0
+                )  # a session that goes on, or resumed after a preemption, comes here again
                 self._offer(tracked, new.num_computed_tokens + scheduled[new.req_id])
 
     def _offer_cached(self, output: SchedulerOutput) -> None:
@@ -288,7 +318,9 @@ class SchedulerSide:
         for index in self._engine.missing(keys):
             at = first + index
             blocks = tracked.blocks[at * per_chunk : (at + 1) * per_chunk]
-            if len(blocks) < per_chunk or 0 in blocks:  # block 0 is vLLM's null block: this chunk's KV is gone
+            if (
+                len(blocks) < per_chunk or 0 in blocks
+            ):  # block 0 is vLLM's null block: this chunk's KV is gone
                 continue
             lease = self._engine.reserve(keys[index], tracked.parent_hash(at), chunk)
             if lease is not None:
@@ -315,7 +347,9 @@ class SchedulerSide:
         for error in meta.errors:
             logger.error("A worker reports: %s", error)
         if meta.errors and self._mounted < self._ranks:
-            self.disable(meta.errors[0])  # before that nothing but the mapping can fail, and it is not tried again
+            self.disable(
+                meta.errors[0]
+            )  # before that nothing but the mapping can fail, and it is not tried again
         for number, sent in self._jobs.ended(meta.jobs):
             self._ended(number, sent)
 
@@ -323,8 +357,15 @@ class SchedulerSide:
         tracked = self._tracked.get(sent.req_id)
         if tracked is not None:
             tracked.stores.discard(number)
-            if sent.report.failed and not sent.load and not tracked.retried and self._engine.place_tier == "direct":
-                tracked.retried = True  # the device may be full: in another chunk's place there is room
+            if (
+                sent.report.failed
+                and not sent.load
+                and not tracked.retried
+                and self._engine.place_tier == "direct"
+            ):
+                tracked.retried = (
+                    True  # the device may be full: in another chunk's place there is room
+                )
                 tracked.advance(0)
             if tracked.loading == number:
                 tracked.loading = None
@@ -370,7 +411,11 @@ class SchedulerSide:
         for req_id, tracked in self._tracked.items():
             self._engine.forget(req_id)
             fresh = not tracked.blocks and tracked.loading is None
-            tracked.rekey(self._namespace_of(tracked.request) if fresh and tracked.namespace is not None else None)
+            tracked.rekey(
+                self._namespace_of(tracked.request)
+                if fresh and tracked.namespace is not None
+                else None
+            )
 
     def disable(self, why: str) -> None:
         """Take no further part: every later query misses, nothing more is stored. Loads already promised but not
@@ -378,7 +423,9 @@ class SchedulerSide:
         if self._broken:
             return
         self._broken = True
-        logger.error("kvstow is switched off in this engine, requests are computed as without it: %s", why)
+        logger.error(
+            "kvstow is switched off in this engine, requests are computed as without it: %s", why
+        )
         for tracked in self._tracked.values():
             tracked.rekey(None)
         for job in self._next_meta.loads:
@@ -411,4 +458,6 @@ def check_ranks(hellos: dict[tuple[int, int], Any], world_size: int, host: str) 
                 f"rank (pp, tp) {rank} runs on another host; kvstow shares host memory among ranks of one host"
             )
         if by_shard.setdefault(hello.shard, hello.groups) != hello.groups:
-            raise UnsupportedError(f"rank (pp, tp) {rank} recognised other KV pages than a rank with the same heads")
+            raise UnsupportedError(
+                f"rank (pp, tp) {rank} recognised other KV pages than a rank with the same heads"
+            )

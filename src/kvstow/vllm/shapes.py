@@ -18,7 +18,11 @@ _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.fl
 
 
 def kv_shapes(
-    config: KVCacheConfig, layout: ChunkLayout, shards: Sequence[Sequence[GroupPages]], *, on_cpu: bool
+    config: KVCacheConfig,
+    layout: ChunkLayout,
+    shards: Sequence[Sequence[GroupPages]],
+    *,
+    on_cpu: bool,
 ) -> list[list[KVShape]]:
     """Of each group and shard. ``shards[s][g]``: what a rank of shard ``s`` recognised of group ``g``.
 
@@ -26,8 +30,13 @@ def kv_shapes(
     not what their specification comes to, only the type of the numbers is known.
     """
     return [
-        [_shape(list(specs.values()), pages[group], geometry.blocks_per_chunk, on_cpu) for pages in shards]
-        for group, (specs, geometry) in enumerate(zip(layer_specs(config), layout.groups, strict=True))
+        [
+            _shape(list(specs.values()), pages[group], geometry.blocks_per_chunk, on_cpu)
+            for pages in shards
+        ]
+        for group, (specs, geometry) in enumerate(
+            zip(layer_specs(config), layout.groups, strict=True)
+        )
     ]
 
 

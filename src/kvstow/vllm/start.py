@@ -45,7 +45,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvstow")
 
-LMCACHE_NAMES: Final = ("LMCacheConnectorV1", "RBLNLMCacheConnectorV1")  # these read LMCache's settings too
+LMCACHE_NAMES: Final = (
+    "LMCacheConnectorV1",
+    "RBLNLMCacheConnectorV1",
+)  # these read LMCache's settings too
 
 
 class Places(NamedTuple):
@@ -89,7 +92,9 @@ def _transfer(vllm_config: VllmConfig) -> KVTransferConfig:
 def _settings(vllm_config: VllmConfig) -> Effective:
     transfer = _transfer(vllm_config)
     if transfer.kv_connector in LMCACHE_NAMES:
-        return load_lmcache(transfer.kv_connector_extra_config, workers=vllm_config.parallel_config.world_size)
+        return load_lmcache(
+            transfer.kv_connector_extra_config, workers=vllm_config.parallel_config.world_size
+        )
     return load(transfer.kv_connector_extra_config or {})
 
 
@@ -103,13 +108,19 @@ def _make_device(vllm_config: VllmConfig, kind: str) -> Device:
 
         from kvstow.device.cuda import CudaDevice
 
-        batched = getattr(_custom_ops, "swap_blocks_batch", None)  # vLLM's own batched block copy, where it has one
+        batched = getattr(
+            _custom_ops, "swap_blocks_batch", None
+        )  # vLLM's own batched block copy, where it has one
         return CudaDevice(build.copy_executor(), SystemClock(), batch_copy=batched)
     if kind == "rbln":
         from kvstow.device.rbln.device import RblnDevice
 
-        return RblnDevice(build.copy_executor(), SystemClock(), block_axis=rbln_config.block_axis(vllm_config))
-    raise UnsupportedError(f"kvstow has no device for torch's {kind!r} tensors; it serves cpu, cuda and rbln")
+        return RblnDevice(
+            build.copy_executor(), SystemClock(), block_axis=rbln_config.block_axis(vllm_config)
+        )
+    raise UnsupportedError(
+        f"kvstow has no device for torch's {kind!r} tensors; it serves cpu, cuda and rbln"
+    )
 
 
 def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
@@ -134,9 +145,16 @@ def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     transfer = _transfer(vllm_config)
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
-        logger.info("kv_load_failure_policy is set to recompute: a chunk that cannot be restored is computed again")
-    if vllm_config.scheduler_config.policy == "priority" and vllm_config.cache_config.enable_prefix_caching:
-        logger.warning("Priorities with prefix caching: vLLM may reuse blocks it never computed. Use one of the two.")
+        logger.info(
+            "kv_load_failure_policy is set to recompute: a chunk that cannot be restored is computed again"
+        )
+    if (
+        vllm_config.scheduler_config.policy == "priority"
+        and vllm_config.cache_config.enable_prefix_caching
+    ):
+        logger.warning(
+            "Priorities with prefix caching: vLLM may reuse blocks it never computed. Use one of the two."
+        )
 
 
 def scheduler_side(
@@ -148,27 +166,45 @@ def scheduler_side(
     check_ranks(hellos, vllm_config.parallel_config.world_size, _host())
     logger.info("kvstow settings: %s", effective.one_line())
     for note in effective.notes:
-        logger.log(logging.WARNING if note.warns else logging.INFO, "LMCache settings: %s", note.text)
+        logger.log(
+            logging.WARNING if note.warns else logging.INFO, "LMCache settings: %s", note.text
+        )
     blocks = block_geometry(vllm_config, kv_cache_config)
     groups = {hello.shard: hello.groups for hello in hellos.values()}
     order = sorted(groups)
     with effective.named():
-        layout = build.chunk_layout(settings, blocks.block_tokens, [groups[shard][0].block_bytes for shard in order])
+        layout = build.chunk_layout(
+            settings, blocks.block_tokens, [groups[shard][0].block_bytes for shard in order]
+        )
         if settings.direct.engine is None:
-            build.check(settings, layout, engines=vllm_config.parallel_config.data_parallel_size_local)
+            build.check(
+                settings, layout, engines=vllm_config.parallel_config.data_parallel_size_local
+            )
     backends = "+".join(sorted({hello.backends for hello in hellos.values()}))
-    identity = model_identity(vllm_config, [groups[shard] for shard in order], layout.chunk_tokens, backends)
+    identity = model_identity(
+        vllm_config, [groups[shard] for shard in order], layout.chunk_tokens, backends
+    )
     metrics, clock = Metrics(), SystemClock()
     transfer = _transfer(vllm_config)
     places: Places
     with effective.named():
         if settings.direct.engine is None:
             on_cpu = vllm_config.device_config.device_type == "cpu"
-            shapes = kv_shapes(kv_cache_config, layout, [groups[shard] for shard in order], on_cpu=on_cpu)
+            shapes = kv_shapes(
+                kv_cache_config, layout, [groups[shard] for shard in order], on_cpu=on_cpu
+            )
             key = build.integrity_key(settings)
-            tiers = _lower_tiers(vllm_config, settings, layout, shapes, identity, clock, metrics, key)
+            tiers = _lower_tiers(
+                vllm_config, settings, layout, shapes, identity, clock, metrics, key
+            )
             pool, engine = build.build_engine(
-                settings, layout, name=str(transfer.engine_id), clock=clock, metrics=metrics, tiers=tiers, key=key
+                settings,
+                layout,
+                name=str(transfer.engine_id),
+                clock=clock,
+                metrics=metrics,
+                tiers=tiers,
+                key=key,
             )
             places = Places(pool, pool.ref, "host pool", pool.unname)
         else:
@@ -177,14 +213,25 @@ def scheduler_side(
     logger.info(
         "kvstow is ready: chunks of %d tokens, %.2f MB each; %s of %d chunks (%d tokens), %.2f GB; namespace %s",
         *(layout.chunk_tokens, layout.max_frame_bytes / 1e6, places.what, slots.slots),
-        *(slots.slots * layout.chunk_tokens, slots.capacity_bytes / 1e9, identity.namespace.hex()[:16]),
+        *(
+            slots.slots * layout.chunk_tokens,
+            slots.capacity_bytes / 1e9,
+            identity.namespace.hex()[:16],
+        ),
     )
     eagle = (speculative := vllm_config.speculative_config) is not None and speculative.use_eagle()
     lookahead, limit = 1 if eagle else 0, settings.priority_limit
     return SchedulerSide(
         engine,
         identity.namespace,
-        Rules(blocks.block_tokens, blocks.hash_tokens, layout.chunk_tokens, settings.save_decode, lookahead, limit),
+        Rules(
+            blocks.block_tokens,
+            blocks.hash_tokens,
+            layout.chunk_tokens,
+            settings.save_decode,
+            lookahead,
+            limit,
+        ),
         _mount(places.ref, hellos, order),
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
@@ -228,7 +275,11 @@ def _lower_tiers(
     def describe(namespace: bytes) -> dict[str, str]:
         """Of an adapter's namespace, or the one after a reset, it is known what it came from."""
         about = identity.describe()
-        return about if namespace == identity.namespace else {"parent": about.pop("namespace"), **about}
+        return (
+            about
+            if namespace == identity.namespace
+            else {"parent": about.pop("namespace"), **about}
+        )
 
     return build.lower_tiers(
         settings,
@@ -245,7 +296,9 @@ def _lower_tiers(
     )
 
 
-def _mount(pool: PoolRef | DirectRef, hellos: dict[tuple[int, int], Hello], order: list[tuple[int, int]]) -> Mount:
+def _mount(
+    pool: PoolRef | DirectRef, hellos: dict[tuple[int, int], Hello], order: list[tuple[int, int]]
+) -> Mount:
     """Of the ranks that hold the same bytes the first writes them."""
     writers: dict[tuple[int, int], tuple[int, int]] = {}
     for rank in sorted(hellos):

@@ -96,7 +96,9 @@ class WorkerSide:
         if fenced and self._device is not None:
             try:
                 self._device.fence(fenced)
-            except CopyError as error:  # what they copy is given up, and reported as failed when they end
+            except (
+                CopyError
+            ) as error:  # what they copy is given up, and reported as failed when they end
                 self._say(f"stores of preempted requests: {error}")
 
     def bind(self, meta: StepMeta) -> None:
@@ -104,7 +106,9 @@ class WorkerSide:
         self._stores_submitted = False
         self._report.step = meta.step
         self._finishing.update(meta.finishing)
-        for job in meta.stores:  # from now on: with speculative decoding vLLM takes the step's ends before it saves
+        for job in (
+            meta.stores
+        ):  # from now on: with speculative decoding vLLM takes the step's ends before it saves
             self._storing.setdefault(job.req_id, set()).add(job.job)
         if meta.mount is not None and not self._mounted and not self._mount_failed:
             self._mount(meta.mount)
@@ -113,13 +117,19 @@ class WorkerSide:
         assert self._device is not None
         try:
             if isinstance(mount.pool, DirectRef):
-                self._device = open_direct(self._device, mount.pool, mount.shards[self._rank], self._kv_device)
+                self._device = open_direct(
+                    self._device, mount.pool, mount.shards[self._rank], self._kv_device
+                )
             else:
                 self._device.map_pool(map_pool(mount.pool), mount.shards[self._rank])
         except (KVStowError, OSError) as error:
             self._mount_failed = True
-            what = "open direct storage" if isinstance(mount.pool, DirectRef) else "map the host pool"
-            self._say(f"rank {self._rank} cannot {what}, so nothing will be stored or restored: {error}")
+            what = (
+                "open direct storage" if isinstance(mount.pool, DirectRef) else "map the host pool"
+            )
+            self._say(
+                f"rank {self._rank} cannot {what}, so nothing will be stored or restored: {error}"
+            )
             return
         self._writes = self._rank in mount.writers
         self._mounted = True
@@ -145,7 +155,11 @@ class WorkerSide:
         if not transfers or (self._mounted and not load and not self._writes):
             self._end(Finished(job.job, (), None, 0, 0.0))
         elif device is None or not self._mounted:
-            self._end(Finished(job.job, tuple(range(len(transfers))), "the host pool is not mapped", 0, 0.0))
+            self._end(
+                Finished(
+                    job.job, tuple(range(len(transfers))), "the host pool is not mapped", 0, 0.0
+                )
+            )
         elif load:
             device.copy_in(job.job, transfers)
         else:
@@ -158,9 +172,13 @@ class WorkerSide:
         if opened is None:
             return
         job = opened.job
-        self._report.jobs[job.job] = JobReport(1, set(finished.failed), finished.moved_bytes, finished.seconds)
+        self._report.jobs[job.job] = JobReport(
+            1, set(finished.failed), finished.moved_bytes, finished.seconds
+        )
         if finished.error is not None:
-            self._say(f"{'load' if opened.load else 'store'} of request {job.req_id}: {finished.error}")
+            self._say(
+                f"{'load' if opened.load else 'store'} of request {job.req_id}: {finished.error}"
+            )
         if opened.load:
             self._received.add(job.req_id)
             if finished.failed:

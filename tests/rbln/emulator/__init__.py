@@ -19,7 +19,16 @@ from tests.rbln.emulator import build, rds, torch_rbln
 from tests.rbln.emulator.rds import Drive
 from tests.rbln.emulator.torch_rbln import native
 
-__all__ = ["Drive", "configure", "copies", "counted", "install", "install_rds", "refuse_fallback", "reset_counters"]
+__all__ = [
+    "Drive",
+    "configure",
+    "copies",
+    "counted",
+    "install",
+    "install_rds",
+    "refuse_fallback",
+    "reset_counters",
+]
 
 
 def install() -> None:

@@ -34,9 +34,18 @@ def library() -> Path:
 def _command(target: Path) -> list[str]:
     torch_dir = Path(torch.__file__).parent
     return [
-        os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-fPIC", "-shared", "-o", str(target),
+        os.environ.get("CXX", "g++"),
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-o",
+        str(target),
         str(NATIVE / "emulator.cpp"),
-        f"-I{torch_dir / 'include'}", f"-I{torch_dir / 'include/torch/csrc/api/include'}",
+        f"-I{torch_dir / 'include'}",
+        f"-I{torch_dir / 'include/torch/csrc/api/include'}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-L{torch_dir / 'lib'}", "-lc10", "-ltorch_cpu",
-    ]  # fmt: skip
+        f"-L{torch_dir / 'lib'}",
+        "-lc10",
+        "-ltorch_cpu",
+    ]

@@ -53,17 +53,26 @@ class HostGroup(dist.ProcessGroup):
         self._gloo.broadcast(hosts, opts).wait()
         return _copied(tensors, hosts)
 
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Ended:
+    def _allgather_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> _Ended:
         host = torch.empty(output.shape, dtype=output.dtype)
         self._gloo._allgather_base(host, tensor.cpu(), opts or AllgatherOptions()).wait()
         return _copied([output], [host])
 
     all_gather_single = _allgather_base  # as newer releases of torch call it
 
-    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any) -> _Ended:
-        hosts = [[torch.empty(each.shape, dtype=each.dtype) for each in output] for output in outputs]
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any
+    ) -> _Ended:
+        hosts = [
+            [torch.empty(each.shape, dtype=each.dtype) for each in output] for output in outputs
+        ]
         self._gloo.allgather(hosts, [tensor.cpu() for tensor in tensors], opts).wait()
-        return _copied([each for output in outputs for each in output], [each for host in hosts for each in host])
+        return _copied(
+            [each for output in outputs for each in output],
+            [each for host in hosts for each in host],
+        )
 
     def barrier(self, opts: Any = None) -> _Ended:
         self._gloo.barrier(opts or BarrierOptions()).wait()
@@ -83,7 +92,9 @@ def all_reduce(tensor: torch.Tensor, _: str, group: str) -> torch.Tensor:
 
 
 def all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    made = torch.empty((tensor.shape[0] * size, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    made = torch.empty(
+        (tensor.shape[0] * size, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device
+    )
     _groups[group]._allgather_base(made, tensor)
     return made
 
@@ -91,7 +102,10 @@ def all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
 def install() -> None:
     """The backend, and what a compiled graph has in place of calls of a group. Sums only."""
     dist.Backend.register_backend(
-        "rbln-ccl", lambda options, _: HostGroup(options), extended_api=True, devices=["rbln", "cpu"]
+        "rbln-ccl",
+        lambda options, _: HostGroup(options),
+        extended_api=True,
+        devices=["rbln", "cpu"],
     )
     library = torch.library.Library("_c10d_functional", "IMPL")
     _kept.append(library)

@@ -40,11 +40,15 @@ def attention(
         values = torch.cat([kv_cache[block, 1, :, 0].cpu() for block in used], 1).float()
         seen = torch.arange(start, start + tokens)[:, None] >= torch.arange(keys.shape[1])[None]
         scores = torch.einsum("hgld,htd->hglt", host_q[row], keys) * float(scale)
-        out[row] = torch.einsum("hglt,htd->hgld", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+        out[row] = torch.einsum(
+            "hglt,htd->hgld", scores.masked_fill(~seen, float("-inf")).softmax(-1), values
+        )
     return out.to(k.dtype).to(q.device)
 
 
-def _write(kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, table: list[int]) -> None:
+def _write(
+    kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, table: list[int]
+) -> None:
     """``k`` and ``v``: [heads, 1, tokens, size]. Tokens past the table are padding."""
     tokens, block_tokens, done = k.shape[2], kv_cache.shape[4], 0
     while done < tokens:

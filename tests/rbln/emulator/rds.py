@@ -139,15 +139,23 @@ def modules(drive: Drive) -> dict[str, types.ModuleType]:
 
     rds, core = types.ModuleType("rebel.rds", "EMULATED"), types.ModuleType("rebel._C", "EMULATED")
     debug = types.SimpleNamespace(
-        allocate_and_bind_single_device=allocate_and_bind_single_device, free=lambda vaddr: native().release(vaddr)
+        allocate_and_bind_single_device=allocate_and_bind_single_device,
+        free=lambda vaddr: native().release(vaddr),
     )
-    vmem = types.SimpleNamespace(get_device_buffers=get_device_buffers, sync_to_device=sync_to_device, debug=debug)
+    vmem = types.SimpleNamespace(
+        get_device_buffers=get_device_buffers, sync_to_device=sync_to_device, debug=debug
+    )
     parts: dict[str, Any] = {
-        "EMULATED": True, "Chunk": Chunk, "Stream": Stream, "Buffer": Buffer, "RdsError": RdsError,
+        "EMULATED": True,
+        "Chunk": Chunk,
+        "Stream": Stream,
+        "Buffer": Buffer,
+        "RdsError": RdsError,
         "mark_device_updated": lambda ptr: native().mark_device_updated(ptr),
-        "is_available": lambda: True, "query_available_device_count": lambda: int(native().device_count()),
+        "is_available": lambda: True,
+        "query_available_device_count": lambda: int(native().device_count()),
         "drive": drive,
-    }  # fmt: skip
+    }
     rds.__dict__.update(parts)
     core.__dict__.update(EMULATED=True, vmem=vmem)
     return {"rebel.rds": rds, "rebel._C": core}

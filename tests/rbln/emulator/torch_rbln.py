@@ -33,7 +33,9 @@ def _index(device: torch.device | str | int | None) -> int:
 
 
 class Stream(torch.Stream):
-    def __new__(cls, device: torch.device | int | None = None, priority: int = 0, **which: int) -> Stream:
+    def __new__(
+        cls, device: torch.device | int | None = None, priority: int = 0, **which: int
+    ) -> Stream:
         if "stream_id" in which:
             return super().__new__(cls, priority=priority, **which)  # type: ignore[call-overload, no-any-return]
         place = torch.device("rbln", _index(device))
@@ -46,7 +48,9 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> Event:
         if interprocess:
             raise RuntimeError("emulated rbln: events cannot be shared between processes")
         return super().__new__(cls, device="rbln", enable_timing=False, blocking=blocking)  # type: ignore[call-overload, no-any-return]
@@ -57,7 +61,9 @@ class Event(torch.Event):
 
 def current_stream(device: torch.device | int | None = None) -> Stream:
     index = _index(device)
-    return Stream(stream_id=native().current_stream(index), device_index=index, device_type=DEVICE_TYPE)
+    return Stream(
+        stream_id=native().current_stream(index), device_index=index, device_type=DEVICE_TYPE
+    )
 
 
 def default_stream(device: torch.device | int | None = None) -> Stream:
@@ -99,8 +105,14 @@ def synchronize(device: torch.device | int | None = None) -> None:
 def bind_device_memory(tensor: torch.Tensor) -> None:
     """Give a tensor that is its whole storage a side on the device, which direct storage can reach."""
     whole = tensor.is_contiguous() and tensor.storage_offset() == 0
-    if tensor.device.type != "rbln" or not whole or tensor.nbytes != tensor.untyped_storage().nbytes():
-        raise RuntimeError("bind_device_memory: an RBLN tensor that covers its whole storage is needed")
+    if (
+        tensor.device.type != "rbln"
+        or not whole
+        or tensor.nbytes != tensor.untyped_storage().nbytes()
+    ):
+        raise RuntimeError(
+            "bind_device_memory: an RBLN tensor that covers its whole storage is needed"
+        )
     native().bind(tensor.data_ptr())
 
 
@@ -111,7 +123,9 @@ def huge_host_empty(nbytes: int) -> torch.Tensor:
 def _per_chiplet(device: object = None) -> dict[str, int]:
     used, total = native().memory_bytes() // CHIPLETS, EMULATED_DEVICE_BYTES // CHIPLETS
     sizes = {"total": total, "used": used, "free": total - used}
-    return {f"npu.0.chiplet.{i}.{name}": size for i in range(CHIPLETS) for name, size in sizes.items()}
+    return {
+        f"npu.0.chiplet.{i}.{name}": size for i in range(CHIPLETS) for name, size in sizes.items()
+    }
 
 
 def module() -> types.ModuleType:
@@ -142,10 +156,14 @@ def module() -> types.ModuleType:
         max_memory_allocated=lambda device=None: native().peak_bytes(),
         reset_peak_memory_stats=lambda device=None: native().reset_peak(),
         memory_stats=lambda device=None: {
-            "allocated.current": native().memory_bytes(), "allocated.peak": native().peak_bytes()
+            "allocated.current": native().memory_bytes(),
+            "allocated.peak": native().peak_bytes(),
         },
-        mem_get_info=lambda device=None: (EMULATED_DEVICE_BYTES - native().memory_bytes(), EMULATED_DEVICE_BYTES),
+        mem_get_info=lambda device=None: (
+            EMULATED_DEVICE_BYTES - native().memory_bytes(),
+            EMULATED_DEVICE_BYTES,
+        ),
         mem_get_info_per_chiplet=_per_chiplet,
         set_device_layout_like=lambda target, like: None,
-    )  # fmt: skip
+    )
     return made

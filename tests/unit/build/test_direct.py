@@ -36,7 +36,10 @@ def no_rds() -> None:
     ("other", "said"),
     [
         ({"memory.size": "1GB"}, "direct.engine and memory.size are set"),
-        ({"disk.paths": "/d", "disk.size": "1GB"}, "direct.engine and disk.paths are set: .* no tiers below it"),
+        (
+            {"disk.paths": "/d", "disk.size": "1GB"},
+            "direct.engine and disk.paths are set: .* no tiers below it",
+        ),
         ({"redis.url": "redis://h"}, "direct.engine and redis.url are set"),
         ({"integrity_key_file": "/k"}, "direct.engine and integrity_key_file are set"),
     ],
@@ -44,7 +47,9 @@ def no_rds() -> None:
 def test_what_can_not_go_with_it(other: dict[str, str], said: str) -> None:
     check_direct(parse(None, {}, other).settings)
     with pytest.raises(SettingsError, match=said):
-        check_direct(parse(None, {}, {**other, "direct.engine": "auto", "direct.path": "/n"}).settings)
+        check_direct(
+            parse(None, {}, {**other, "direct.engine": "auto", "direct.path": "/n"}).settings
+        )
 
 
 def test_no_pool_may_be_said() -> None:
@@ -80,9 +85,15 @@ def test_nothing_is_passed_off_as_another(engine: str, path: str | None, said: s
 
 def built(load: Any = no_rds, not_persistent: str | None = None, **direct: Any) -> Any:
     return build_direct(
-        settings(**direct), LAYOUT, ranks=2, engine=0, not_persistent=not_persistent, clock=ManualClock(),
-        metrics=Metrics(), load=load,
-    )  # fmt: skip
+        settings(**direct),
+        LAYOUT,
+        ranks=2,
+        engine=0,
+        not_persistent=not_persistent,
+        clock=ManualClock(),
+        metrics=Metrics(),
+        load=load,
+    )
 
 
 def test_rds_needs_no_size() -> None:
@@ -90,7 +101,9 @@ def test_rds_needs_no_size() -> None:
     assert (ref.engine, ref.threads, extents.slots) == ("rds", 1, 1 << 16)
     assert ref.staging_bytes == 2048 << 20, "rds_buffer_size of the documentation, of each rank"
     engine.close(1.0)
-    extents, ref, engine = built(rds_is_there, engine="rds", max_chunks=7, staging_size="1GiB", failure_policy="raise")
+    extents, ref, engine = built(
+        rds_is_there, engine="rds", max_chunks=7, staging_size="1GiB", failure_policy="raise"
+    )
     assert (extents.slots, ref.staging_bytes, ref.failure_policy) == (7, 512 << 20, "raise")
     engine.close(1.0)
     extents, _, engine = built(rds_is_there, engine="rds", size=10 * 2 * EXTENT)
@@ -101,7 +114,10 @@ def test_rds_needs_no_size() -> None:
 @pytest.mark.parametrize(
     ("direct", "said"),
     [
-        ({"staging_size": "300kB"}, "direct.staging_size: .* fewer than 2 chunks of .* set it to at least"),
+        (
+            {"staging_size": "300kB"},
+            "direct.staging_size: .* fewer than 2 chunks of .* set it to at least",
+        ),
         ({"size": "500kB"}, "direct.size and direct.max_chunks give 1 chunks"),
         ({"max_chunks": 3}, "give 3 chunks of 32 tokens"),
     ],

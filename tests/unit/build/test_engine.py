@@ -45,11 +45,19 @@ class Spy:
         monkeypatch.setattr(engine_of, "Engine", engine)
         monkeypatch.setattr(engine_of.HostPool, "create", create)
         self.metrics, self.clock = Metrics(), ManualClock()
-        effective = parse(None, {}, {key.replace("__", "."): value for key, value in settings.items()})
+        effective = parse(
+            None, {}, {key.replace("__", "."): value for key, value in settings.items()}
+        )
         build.build_engine(
-            effective.settings, LAYOUT, name="x", key=None, clock=self.clock, metrics=self.metrics,
-            sealer=ManualExecutor(), background=ManualExecutor(),
-        )  # fmt: skip
+            effective.settings,
+            LAYOUT,
+            name="x",
+            key=None,
+            clock=self.clock,
+            metrics=self.metrics,
+            sealer=ManualExecutor(),
+            background=ManualExecutor(),
+        )
 
 
 class FakePool:
@@ -71,9 +79,14 @@ class FakePool:
 
 
 def test_o2_memory_settings_reach_the_pool_and_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    spy = Spy(monkeypatch, memory__size="123456789", memory__pool_dir="/some/dir", memory__policy="s3fifo")
+    spy = Spy(
+        monkeypatch, memory__size="123456789", memory__pool_dir="/some/dir", memory__policy="s3fifo"
+    )
     assert spy.pool == {
-        "layout": LAYOUT, "capacity_bytes": 123456789, "name": "kvstow-x", "pool_dir": "/some/dir"
+        "layout": LAYOUT,
+        "capacity_bytes": 123456789,
+        "name": "kvstow-x",
+        "pool_dir": "/some/dir",
     }
     assert type(spy.engine["policy"]) is build.POLICIES["s3fifo"]
     assert type(Spy(monkeypatch).engine["policy"]) is build.POLICIES["lru"]
@@ -81,7 +94,9 @@ def test_o2_memory_settings_reach_the_pool_and_the_policy(monkeypatch: pytest.Mo
 
 
 def test_o2_the_deadline_reaches_the_engine_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Spy(monkeypatch, fetch__deadline_ms=321).engine["fetch_deadline_s"] == pytest.approx(0.321)
+    assert Spy(monkeypatch, fetch__deadline_ms=321).engine["fetch_deadline_s"] == pytest.approx(
+        0.321
+    )
     assert Spy(monkeypatch).engine["fetch_deadline_s"] is None
 
 
@@ -151,20 +166,30 @@ def test_this_hosts_own_facts_are_the_default() -> None:
     with pytest.raises(SettingsError, match=r"memory\.size 1000PB"):
         build.check(parse(None, {}, {"memory.size": "1000PB"}).settings, LAYOUT)
     with pytest.raises(SettingsError, match=r"memory\.pool_dir /no/such is not a directory"):
-        build.check(parse(None, {}, {"memory.size": "1MB", "memory.pool_dir": "/no/such"}).settings, LAYOUT)
+        build.check(
+            parse(None, {}, {"memory.size": "1MB", "memory.pool_dir": "/no/such"}).settings, LAYOUT
+        )
 
 
 # --- the pool's memory -----------------------------------------------------------------------------------------------
 
 
-def test_an_idle_engine_takes_the_whole_pool_though_nobody_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_takes_the_whole_pool_though_nobody_polls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvstow.pool.PIECE_BYTES", 1 << 20)
     settings = parse(None, {}, {"memory.size": "5MB"}).settings
     sealer, background = ManualExecutor(), ManualExecutor()
     pool, engine = build.build_engine(
-        settings, LAYOUT, name="x", key=None, clock=ManualClock(), metrics=Metrics(),
-        sealer=sealer, background=background,
-    )  # fmt: skip
+        settings,
+        LAYOUT,
+        name="x",
+        key=None,
+        clock=ManualClock(),
+        metrics=Metrics(),
+        sealer=sealer,
+        background=background,
+    )
     assert pool.pieces == 5
     assert not engine.busy(), "an idle vLLM would spin for it"
     assert (sealer.outstanding, background.outstanding) == (0, 1)
@@ -182,7 +207,9 @@ def test_it_is_done_on_a_thread_of_its_own() -> None:
     executor.close(1.0)
 
 
-def test_taking_the_pool_stops_where_memory_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_taking_the_pool_stops_where_memory_ends_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pool = FakePool(5, fails=2)
     engine_of._prefault(pool, ManualClock())  # type: ignore[arg-type]
     assert pool.done == [0, 1]
@@ -208,9 +235,15 @@ def test_a_pool_closed_meanwhile_takes_nothing_more() -> None:
     settings = parse(None, {}, {"memory.size": "1MB"}).settings
     background = ManualExecutor()
     _, engine = build.build_engine(
-        settings, LAYOUT, name="x", key=None, clock=ManualClock(), metrics=Metrics(),
-        sealer=ManualExecutor(), background=background,
-    )  # fmt: skip
+        settings,
+        LAYOUT,
+        name="x",
+        key=None,
+        clock=ManualClock(),
+        metrics=Metrics(),
+        sealer=ManualExecutor(),
+        background=background,
+    )
     engine.close(0)
     ends: list[object] = []
     background.submit(lambda: None, lambda _, error: ends.append(error))
@@ -222,7 +255,9 @@ def test_a_pool_closed_meanwhile_takes_nothing_more() -> None:
 def test_a_real_engine_is_built_and_closed() -> None:
     settings = parse(None, {}, {"memory.size": "1MB"}).settings
     metrics = Metrics()
-    pool, engine = build.build_engine(settings, LAYOUT, name="x", key=None, clock=ManualClock(), metrics=metrics)
+    pool, engine = build.build_engine(
+        settings, LAYOUT, name="x", key=None, clock=ManualClock(), metrics=metrics
+    )
     assert isinstance(pool, HostPool)
     assert pool.slots == 10**6 // LAYOUT.max_frame_bytes
     taken = metrics.take()

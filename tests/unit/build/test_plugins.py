@@ -21,7 +21,11 @@ from kvstow.tier import Tier
 from tests.docs.pages import blocks
 from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, fill, hit, key, keys
 
-EXAMPLE = next(b.body for b in blocks("python") if b.page.name == "write-a-store.md" and "def open_store" in b.body)
+EXAMPLE = next(
+    b.body
+    for b in blocks("python")
+    if b.page.name == "write-a-store.md" and "def open_store" in b.body
+)
 BAD = """
 import sys, threading
 def raises(options): raise ZeroDivisionError("with " + str(options.get("password")))
@@ -52,7 +56,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     about = tmp_path / "site" / "kvstow_example-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvstow-example\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[{GROUP}]\nsqlite = kvstow_example.sqlite_store:open_store\n")
+    (about / "entry_points.txt").write_text(
+        f"[{GROUP}]\nsqlite = kvstow_example.sqlite_store:open_store\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     return "kvstow_example"
 
@@ -87,7 +93,9 @@ def engine(tiers: list[Tier]) -> tuple[Engine, ThreadExecutor]:
 
 
 @pytest.mark.parametrize("store", ["sqlite", "sqlite=kvstow_example.sqlite_store:open_store"])
-def test_the_documented_store_is_a_tier_that_outlives_the_engine(package: str, tmp_path: Path, store: str) -> None:
+def test_the_documented_store_is_a_tier_that_outlives_the_engine(
+    package: str, tmp_path: Path, store: str
+) -> None:
     options = {"sqlite": {"path": str(tmp_path / "chunks.db")}}
     [tier] = built(stores=[store], options=options, threads=2)
     assert tier.name == "sqlite"
@@ -130,7 +138,9 @@ def test_o1_names_that_are_none_are_refused() -> None:
             plugin_names(settings(stores=stores))
 
 
-def test_o1_what_cannot_be_opened_stops_the_start_and_says_why(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_o1_what_cannot_be_opened_stops_the_start_and_says_why(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "no installed package has registered it (there are:" in refused(stores=["other"])
     for function, said in (
         ("nowhere:f", "ModuleNotFoundError"),
@@ -154,7 +164,12 @@ def test_secrets_among_the_options_are_not_in_the_error(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"auth": {"password": "hunter2"}}, {"tokens": [{"a": "hunter2"}]}, {"url": "redis://u:hunter2@h/1"}]
+    "options",
+    [
+        {"auth": {"password": "hunter2"}},
+        {"tokens": [{"a": "hunter2"}]},
+        {"url": "redis://u:hunter2@h/1"},
+    ],
 )
 def test_nor_are_those_inside_of_others(package: str, options: dict[str, Any]) -> None:
     said = refused(stores=[f"mine={package}.bad:echoes"], options={"mine": options})

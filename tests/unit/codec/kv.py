@@ -38,7 +38,9 @@ def payload(seed: int) -> tuple[bytes, ...]:
     spans = []
     for shape in SHAPES[0]:
         axes = (shape.layers, *shape.over("khc"))
-        values = generator.standard_normal((shape.layers, shape.blocks, *shape.page)) * generator.uniform(0.5, 2, axes)
+        values = generator.standard_normal(
+            (shape.layers, shape.blocks, *shape.page)
+        ) * generator.uniform(0.5, 2, axes)
         values += 2 * generator.standard_normal(axes)
         spans.append((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes())
     return tuple(spans)
@@ -53,7 +55,9 @@ def sealed(seed: int, integrity_key: bytes | None = None, **options: Any) -> mem
     """The raw frame of chunk ``seed``."""
     slot = memoryview(bytearray(FRAME_BYTES))
     filled(slot, seed)
-    frame.seal(slot, key(seed), GROUP, TOKENS, b"parent", 1.0, integrity_key=integrity_key, **options)
+    frame.seal(
+        slot, key(seed), GROUP, TOKENS, b"parent", 1.0, integrity_key=integrity_key, **options
+    )
     return slot
 
 
@@ -65,6 +69,9 @@ def near(got: tuple[bytes, ...], seed: int) -> bool:
     """Whether these are the numbers of chunk ``seed``, give or take what a lossy codec may take."""
     worst = 0.0
     for mine, theirs in zip(got, payload(seed), strict=True):
-        a, b = ((np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32) for data in (mine, theirs))
+        a, b = (
+            (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+            for data in (mine, theirs)
+        )
         worst = max(worst, float(np.abs(a - b).max()))
     return worst < 1.5

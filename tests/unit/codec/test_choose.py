@@ -51,9 +51,21 @@ def test_the_command_wants_a_known_codec(tmp_path: Path) -> None:
 
 
 def test_the_command_wants_texts_and_a_model_that_are_there(tmp_path: Path) -> None:
-    assert CliRunner().invoke(app, ["codec", "bench", str(tmp_path / "none"), "--model", str(tmp_path)]).exit_code == 2
+    assert (
+        CliRunner()
+        .invoke(app, ["codec", "bench", str(tmp_path / "none"), "--model", str(tmp_path)])
+        .exit_code
+        == 2
+    )
     (tmp_path / "text").write_text("too short")
-    assert CliRunner().invoke(app, ["codec", "bench", str(tmp_path / "text"), "--model", "none"]).exit_code == 2
-    done = CliRunner().invoke(app, ["codec", "bench", str(tmp_path / "text"), "--model", str(tmp_path)])
+    assert (
+        CliRunner()
+        .invoke(app, ["codec", "bench", str(tmp_path / "text"), "--model", "none"])
+        .exit_code
+        == 2
+    )
+    done = CliRunner().invoke(
+        app, ["codec", "bench", str(tmp_path / "text"), "--model", str(tmp_path)]
+    )
     assert isinstance(done.exception, UnsupportedError)
     assert f"--model {tmp_path}: " in str(done.exception)

@@ -84,7 +84,9 @@ def test_float16_never_becomes_infinite() -> None:
 def test_e4m3_is_torchs() -> None:
     torch = pytest.importorskip("torch")
     random = np.random.default_rng(3).normal(0, 30, 100_000).clip(-448, 448)
-    values = np.concatenate([random, random * 2.0**-10, [0, -0.0, 448, -448, 2.0**-9, 2.0**-10]]).astype(np.float32)
+    values = np.concatenate(
+        [random, random * 2.0**-10, [0, -0.0, 448, -448, 2.0**-9, 2.0**-10]]
+    ).astype(np.float32)
     symbols, back = np.empty(len(values), np.uint8), np.empty(len(values), np.float32)
     _E4M3().symbols(values.copy(), symbols)
     theirs = torch.from_numpy(values).to(torch.float8_e4m3fn)

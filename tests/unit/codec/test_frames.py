@@ -49,7 +49,9 @@ def coded(name: str, seed: int, integrity_key: bytes | None = None) -> memoryvie
     return memoryview(bytearray(coder(name).encode(sealed(seed, integrity_key), integrity_key)))
 
 
-def restored(data: memoryview, name: str = "raw", seed: int = 1, integrity_key: bytes | None = None) -> memoryview:
+def restored(
+    data: memoryview, name: str = "raw", seed: int = 1, integrity_key: bytes | None = None
+) -> memoryview:
     """As a tier does: into a slot, checked, decoded."""
     slot = memoryview(bytearray(b"\xaa" * FRAME_BYTES))
     slot[: len(data)] = data
@@ -72,9 +74,13 @@ def test_there_and_back(name: str, integrity_key: bytes | None) -> None:
     slot = restored(data, integrity_key=integrity_key)
     assert near(spans_of(slot), 1)
     assert (spans_of(slot) == payload(1)) == (not codec.lossy)
-    assert bytes(slot[:HEADER_BYTES]) == bytes(HEADER_BYTES), "no header that says something else stays in the slot"
+    assert bytes(slot[:HEADER_BYTES]) == bytes(HEADER_BYTES), (
+        "no header that says something else stays in the slot"
+    )
     with pytest.raises(FrameError, match="not raw"):
-        frame.check(data, len(data), key(1), replace(GROUP, shard_block_bytes=(len(data) - 4096 >> 1,)))
+        frame.check(
+            data, len(data), key(1), replace(GROUP, shard_block_bytes=(len(data) - 4096 >> 1,))
+        )
 
 
 @pytest.mark.parametrize("reader", ["raw", *CODED])
@@ -113,7 +119,12 @@ def test_a_codec_that_does_not_suit_the_kv_is_refused_by_name() -> None:
 def test_kinds_that_are_known() -> None:
     assert all(choose.known(choose.codec(name).kind) is not None for name in CODED)
     lossless = choose.codec("lossless").kind
-    for other in (lossless._replace(version=9), lossless._replace(parameters=b"x"), Kind(77, 1), Kind(0, 0)):
+    for other in (
+        lossless._replace(version=9),
+        lossless._replace(parameters=b"x"),
+        Kind(77, 1),
+        Kind(0, 0),
+    ):
         assert choose.known(other) is None
 
 
@@ -195,7 +206,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "shape"), REFUSED)
-def test_a_frame_of_a_codec_that_refuses_this_kv_is_a_frame_error(name: str, shape: KVShape) -> None:
+def test_a_frame_of_a_codec_that_refuses_this_kv_is_a_frame_error(
+    name: str, shape: KVShape
+) -> None:
     """Whoever can write to a tier may name any codec; what the codec would do with such KV is nobody's business."""
     layout = ChunkLayout((GroupLayout(64, 1, (shape.nbytes,)),))
     group, codec = layout.groups[0], choose.codec(name)
@@ -228,7 +241,12 @@ def test_forged_payloads_are_frame_errors_or_as_many_numbers(name: str, seed: in
         near_start = rng.random() < 0.6
         at = span.offset + rng.randrange(140 if near_start else span.length)
         if rng.random() < 0.3:
-            struct.pack_into("<I", data, min(at, span.offset + span.length - 4), rng.choice((0, 1, 2**31, 2**32 - 1)))
+            struct.pack_into(
+                "<I",
+                data,
+                min(at, span.offset + span.length - 4),
+                rng.choice((0, 1, 2**31, 2**32 - 1)),
+            )
         else:
             data[at] = rng.randrange(256)
     with suppress(FrameError):

@@ -41,7 +41,9 @@ def decoded(data: bytes | bytearray, shape: KVShape = SHAPE) -> np.ndarray:
     return np.frombuffer(out, np.uint16)
 
 
-@pytest.mark.parametrize(("odd_ones", "paired"), [(0, 1), (1, 1), (NUMBERS // 256, 1), (NUMBERS // 256 + 1, 0)])
+@pytest.mark.parametrize(
+    ("odd_ones", "paired"), [(0, 1), (1, 1), (NUMBERS // 256, 1), (NUMBERS // 256 + 1, 0)]
+)
 def test_numbers_that_do_not_fit_are_listed_or_too_many(odd_ones: int, paired: int) -> None:
     data = encoded(before := words(odd_ones))
     assert data[-1] == paired, "the last stream says which segments have pairs"
@@ -131,7 +133,9 @@ def test_the_last_couples_of_an_uneven_count_are_listed_too(place: int) -> None:
 
 
 @pytest.mark.parametrize("order", ["khnc", "hknc", "nkhc", "hnkc", "cnkh", "khcn"])
-@pytest.mark.parametrize(("layers", "blocks", "tokens"), [(4, 1, 33), (3, 2, 33), (3, 1, 66), (2, 48, 16)])
+@pytest.mark.parametrize(
+    ("layers", "blocks", "tokens"), [(4, 1, 33), (3, 2, 33), (3, 1, 66), (2, 48, 16)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_channels_of_any_scale_are_paired_whatever_is_halved(
     dtype: str, order: str, layers: int, blocks: int, tokens: int

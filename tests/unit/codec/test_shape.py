@@ -9,7 +9,14 @@ import pytest
 
 from kvstow.codec.shape import KVShape, shape_of
 
-PAGE: dict[str, Any] = {"layers": 3, "blocks": 2, "block_tokens": 16, "heads": 4, "size": 8, "page_bytes": 2048}
+PAGE: dict[str, Any] = {
+    "layers": 3,
+    "blocks": 2,
+    "block_tokens": 16,
+    "heads": 4,
+    "size": 8,
+    "page_bytes": 2048,
+}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +43,8 @@ def test_mla_has_one_plane_and_no_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "page_bytes"), [("kv_first.knhc", 2052), ("blocks_first.kr2nhc", 2048), ("new.zq", 2048)]
+    ("layout", "page_bytes"),
+    [("kv_first.knhc", 2052), ("blocks_first.kr2nhc", 2048), ("new.zq", 2048)],
 )
 def test_what_is_not_explained_is_unknown(layout: str, page_bytes: int) -> None:
     shape = shape_of(layout, "float16", **{**PAGE, "page_bytes": page_bytes})
@@ -54,7 +62,9 @@ def test_views_of_a_layer() -> None:
 
 
 def test_what_is_no_shape() -> None:
-    good: dict[str, Any] = dict.fromkeys(("layers", "blocks", "planes", "heads", "tokens", "size"), 1)
+    good: dict[str, Any] = dict.fromkeys(
+        ("layers", "blocks", "planes", "heads", "tokens", "size"), 1
+    )
     good["dtype"] = "float16"
     KVShape(**good)
     for bad in ({"dtype": "int4"}, {"order": "khnn"}, {"tokens": 0}):

@@ -41,10 +41,13 @@ class FakeRds:
         self.fail: str | None = None
         self.after_transfer: Callable[[], None] = lambda: None
         rds = SimpleNamespace(
-            Chunk=self._chunk, Stream=lambda device, node_id: _Stream(self), mark_device_updated=self._mark
+            Chunk=self._chunk,
+            Stream=lambda device, node_id: _Stream(self),
+            mark_device_updated=self._mark,
         )
         vmem = SimpleNamespace(
-            sync_to_device=self._sync, get_device_buffers=lambda address: [_Buffer(self.areas[address])]
+            sync_to_device=self._sync,
+            get_device_buffers=lambda address: [_Buffer(self.areas[address])],
         )
         self.api = (rds, vmem)
 

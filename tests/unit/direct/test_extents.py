@@ -52,17 +52,28 @@ class FakeTable:
 
 
 class Rig:
-    def __init__(self, slots: int = 4, *, preallocated: bool = True, table: FakeTable | None = None) -> None:
+    def __init__(
+        self, slots: int = 4, *, preallocated: bool = True, table: FakeTable | None = None
+    ) -> None:
         self.clock = ManualClock()
         self.table = table
         self.geometry = Geometry.of_files(LAYOUT, slots)
         self.extents = Extents(
-            self.geometry, LAYOUT, self.clock, preallocated=preallocated, table=table  # type: ignore[arg-type]
-        )  # fmt: skip
+            self.geometry,
+            LAYOUT,
+            self.clock,
+            preallocated=preallocated,
+            table=table,  # type: ignore[arg-type]
+        )
         self.engine = Engine(
-            pool=self.extents, policy=LRU(), tiers=(), layout=LAYOUT, clock=self.clock, metrics=Metrics(),
+            pool=self.extents,
+            policy=LRU(),
+            tiers=(),
+            layout=LAYOUT,
+            clock=self.clock,
+            metrics=Metrics(),
             sealer=ManualExecutor(self.clock),
-        )  # fmt: skip
+        )
 
     def put(self, *numbers: int, fails: bool = False) -> None:
         for number in numbers:
@@ -85,7 +96,11 @@ class Rig:
 
 def test_geometry() -> None:
     geometry = Geometry.of_files(LAYOUT, 100)
-    assert geometry.extent_bytes == (HEADER_BYTES + ALIGN, HEADER_BYTES + 2 * ALIGN) == extent_bytes(LAYOUT)
+    assert (
+        geometry.extent_bytes
+        == (HEADER_BYTES + ALIGN, HEADER_BYTES + 2 * ALIGN)
+        == extent_bytes(LAYOUT)
+    )
     assert geometry.offsets == (ALIGN + 4 * ALIGN, ALIGN)
     slots = slots_in(geometry.extent_bytes, 1 << 20)
     fits, more = Geometry.of_files(LAYOUT, slots), Geometry.of_files(LAYOUT, slots + 2)
@@ -98,7 +113,9 @@ def test_a_place_says_where_and_what() -> None:
     lease = rig.engine.reserve(key(7), b"", 32)
     assert lease is not None
     first, second = rig.geometry.offsets
-    assert lease.place == Place("direct", (Span(first, 2000), Span(second, 8192)), tag_of(key(7), 1))
+    assert lease.place == Place(
+        "direct", (Span(first, 2000), Span(second, 8192)), tag_of(key(7), 1)
+    )
     rig.engine.commit(lease)
     [again] = rig.engine.hold("r", [key(7)])
     assert again.place == lease.place
@@ -191,7 +208,9 @@ def test_what_the_table_is_told() -> None:
     table = FakeTable()
     rig = Rig(slots=2, table=table)
     rig.put(1, 2)
-    assert sorted(table.records.values(), key=str) == sorted((record(key(1), 1), record(key(2), 2)), key=str)
+    assert sorted(table.records.values(), key=str) == sorted(
+        (record(key(1), 1), record(key(2), 2)), key=str
+    )
     lease = rig.engine.reserve(key(3), b"", 32)
     assert lease is not None
     assert table.records[lease.slot] is None, "invalid from before its worker hears of it"

@@ -93,7 +93,9 @@ def test_misaligned_memory_is_refused() -> None:
         subject.write(0, Extent(AREA, LENGTH, TAG))
 
 
-@pytest.mark.parametrize(("area", "length"), [(3, LENGTH), (-1, LENGTH), (0, AREA), (0, 0), (0, -1)])
+@pytest.mark.parametrize(
+    ("area", "length"), [(3, LENGTH), (-1, LENGTH), (0, AREA), (0, 0), (0, -1)]
+)
 def test_outside_the_staging(area: int, length: int) -> None:
     disk = Disk()
     with pytest.raises(CopyError):
@@ -132,7 +134,9 @@ def test_another_rank_s_extent() -> None:
         media(disk).read(0, Extent(AREA, LENGTH, TAG))
 
 
-def test_no_memory_for_the_staging_names_the_setting_and_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_the_staging_names_the_setting_and_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def none(*_: object) -> int:
         raise OSError(errno.ENOMEM, "no memory")
 

@@ -17,10 +17,15 @@ SUM = bytes(range(16))
 
 
 @given(
-    prefix=st.binary(min_size=1, max_size=64), generation=st.integers(0, 2**64 - 1), shard=st.integers(0, 2**32 - 1),
-    length=st.integers(1, 2**62), checksum=st.none() | st.binary(min_size=16, max_size=16),
-)  # fmt: skip
-def test_round_trip(prefix: bytes, generation: int, shard: int, length: int, checksum: bytes | None) -> None:
+    prefix=st.binary(min_size=1, max_size=64),
+    generation=st.integers(0, 2**64 - 1),
+    shard=st.integers(0, 2**32 - 1),
+    length=st.integers(1, 2**62),
+    checksum=st.none() | st.binary(min_size=16, max_size=16),
+)
+def test_round_trip(
+    prefix: bytes, generation: int, shard: int, length: int, checksum: bytes | None
+) -> None:
     tag = tag_of(ChunkKey.build(NAMESPACE, 3, prefix), generation)
     assert check_page(seal_page(tag, shard, length, checksum), tag, shard, length) == checksum
 

@@ -84,7 +84,9 @@ class Rig:
         self.mover, self.media = FakeMover(), FakeMedia(areas)
         self.closed_within: list[float] = []
         close = self.executor.close
-        self.executor.close = lambda timeout_s: self.closed_within.append(timeout_s) or close(timeout_s)  # type: ignore[method-assign, func-returns-value]
+        self.executor.close = lambda timeout_s: (
+            self.closed_within.append(timeout_s) or close(timeout_s)
+        )  # type: ignore[method-assign, func-returns-value]
         self.pipeline: Pipeline[str] = Pipeline(self.media, self.mover, self.executor, self.clock)
 
     def submit(self, ticket: int, *numbers: int, load: bool) -> None:
@@ -319,7 +321,8 @@ def test_after_a_hang_nothing_waits_until_a_trial_is_answered() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [OSError(5, "Input/output error"), CopyError("short"), FrameError("another chunk's"), None]
+    "answer",
+    [OSError(5, "Input/output error"), CopyError("short"), FrameError("another chunk's"), None],
 )
 def test_a_drive_that_answers_with_an_error_is_not_bypassed(answer: Exception | None) -> None:
     rig = Hanging()

@@ -34,7 +34,9 @@ class Rig:
     def __init__(self, sample: int = 64, **fake: int) -> None:
         self.rds = FakeRds(**fake)
         self.staged = [
-            SimpleNamespace(page=FakeArea(self.rds, HEADER_BYTES), payload=FakeArea(self.rds, PAYLOAD))
+            SimpleNamespace(
+                page=FakeArea(self.rds, HEADER_BYTES), payload=FakeArea(self.rds, PAYLOAD)
+            )
             for _ in range(2)
         ]
         self.media = RdsMedia(self.rds.api, 0, 1, self.staged, EXTENT, sample)
@@ -55,7 +57,9 @@ def test_round_trips() -> None:
     assert len(rig.rds.chunks) == 5
     for slot in (3, 0, 4, 1, 2):
         rig.media.read(1, at(slot, slot))
-        assert bytes(rig.staged[1].payload.host) == payloads[slot], "stale without mark_device_updated"
+        assert bytes(rig.staged[1].payload.host) == payloads[slot], (
+            "stale without mark_device_updated"
+        )
     rig.media.close()
     assert all(chunk.closed for chunk in rig.rds.chunks)
 

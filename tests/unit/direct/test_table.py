@@ -50,7 +50,9 @@ def test_a_generation_that_leaves_no_room_to_count_on_is_no_record(generation: i
     assert entries(record(key(1), generation) + whole, 2) == [(MAX_GENERATION - 1, 1, key(1))]
 
 
-def test_a_table_that_can_not_be_read_is_an_empty_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_that_can_not_be_read_is_an_empty_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fd, clock = os.open(tmp_path, os.O_RDONLY), ManualClock()
     try:
         assert Table(fd, 2, ManualExecutor(clock), clock).read() == []
@@ -77,4 +79,6 @@ def test_closing_says_whether_a_write_hangs() -> None:
         table = Table(-1, 2, executor, clock)
         table.put(0, key(1), 1)
         assert table.close(5.0) is ends
-    assert Table(-1, 2, Hung(clock), clock).close(5.0), "a thread that only has not noticed yet writes nothing"
+    assert Table(-1, 2, Hung(clock), clock).close(5.0), (
+        "a thread that only has not noticed yet writes nothing"
+    )

@@ -16,7 +16,9 @@ def fail(health: Health, which: int, times: int = FAILURES) -> list[bool]:
     return [health.failed(which, ERROR) for _ in range(times)]
 
 
-def test_faults_in_a_row_put_one_out_of_use_and_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_faults_in_a_row_put_one_out_of_use_and_are_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     health = Health(["/a", "/b"], ManualClock())
     assert fail(health, 0, FAILURES - 1) == [False] * (FAILURES - 1)
     health.worked(0)

@@ -29,7 +29,14 @@ def victims(index: Index) -> list[int]:
 @pytest.mark.parametrize("published", [None, 0, 123_456_789, 1 << 62])
 @pytest.mark.parametrize("processes", [0, 1, 4, MAX_PROCESSES])
 def test_a_page_is_read_as_it_was_written(published: int | None, processes: int) -> None:
-    book = Book(b"i" * 16, published, 7, 8, {i.to_bytes(16, "big"): i << 20 for i in range(processes)}, 65535)
+    book = Book(
+        b"i" * 16,
+        published,
+        7,
+        8,
+        {i.to_bytes(16, "big"): i << 20 for i in range(processes)},
+        65535,
+    )
     page = book.pack()
     assert len(page) == PAGE_BYTES
     assert Book.unpack(page) == book
@@ -86,7 +93,9 @@ def test_a_later_scan_keeps_the_order_of_use_and_forgets_what_is_gone() -> None:
 def test_recency_is_renewed_on_disk_at_most_once_a_minute() -> None:
     index = Index(LRU())
     index.add(NAMESPACE, [Found(digest(1), 1, 1000.0)])
-    assert [index.touch(digest(1), 1000.0 + dt) for dt in (1, TOUCH_S, TOUCH_S + 1, 2 * TOUCH_S)] == [
+    assert [
+        index.touch(digest(1), 1000.0 + dt) for dt in (1, TOUCH_S, TOUCH_S + 1, 2 * TOUCH_S)
+    ] == [
         False,
         True,
         False,

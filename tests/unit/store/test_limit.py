@@ -29,7 +29,9 @@ def test_a_burst_passes_and_what_is_more_is_rejected() -> None:
 def test_a_pause_makes_no_more_than_a_burst() -> None:
     store, clock = make()
     clock.advance(1000.0)
-    assert sum(isinstance(write(store, i, 100), Done) for i in range(50)) == int(BURST_S * RATE / 100)
+    assert sum(isinstance(write(store, i, 100), Done) for i in range(50)) == int(
+        BURST_S * RATE / 100
+    )
 
 
 def test_over_a_long_time_it_is_the_rate() -> None:

@@ -29,13 +29,30 @@ def settings(**own: Any) -> Settings:
 
 def test_k6_every_setting_reaches_the_store() -> None:
     own = settings(
-        master="h:50051", metadata="http://h:8080/metadata", protocol="rdma", device="mlx5_0",
-        local_hostname="10.0.0.1", segment_size="1GiB", buffer_size="32MiB", prefix="p/", replicas=2,
-        timeout_ms=500, connect_timeout_ms=3000,
+        master="h:50051",
+        metadata="http://h:8080/metadata",
+        protocol="rdma",
+        device="mlx5_0",
+        local_hostname="10.0.0.1",
+        segment_size="1GiB",
+        buffer_size="32MiB",
+        prefix="p/",
+        replicas=2,
+        timeout_ms=500,
+        connect_timeout_ms=3000,
     )
     assert build.mooncake_options(own, LAYOUT) == MooncakeOptions(
-        "h:50051", metadata="http://h:8080/metadata", protocol="rdma", device="mlx5_0", local_hostname="10.0.0.1",
-        segment_bytes=1 << 30, buffer_bytes=32 << 20, prefix="p/", replicas=2, timeout_s=0.5, connect_timeout_s=3.0,
+        "h:50051",
+        metadata="http://h:8080/metadata",
+        protocol="rdma",
+        device="mlx5_0",
+        local_hostname="10.0.0.1",
+        segment_bytes=1 << 30,
+        buffer_bytes=32 << 20,
+        prefix="p/",
+        replicas=2,
+        timeout_s=0.5,
+        connect_timeout_s=3.0,
     )
 
 
@@ -46,11 +63,19 @@ def test_k6_every_setting_reaches_the_store() -> None:
         ({"master": "h:"}, r"mooncake\.master: expected host:port"),
         ({"master": ":1"}, r"mooncake\.master: expected host:port"),
         ({"master": "h:99999"}, r"mooncake\.master: expected host:port"),
-        ({"master": "h:1", "buffer_size": "4KiB"}, r"mooncake\.buffer_size 4.096kB is less than a chunk"),
-        ({"master": "h:1", "device": "mlx5_0"}, r"mooncake\.device is set, and mooncake\.protocol isn't rdma"),
+        (
+            {"master": "h:1", "buffer_size": "4KiB"},
+            r"mooncake\.buffer_size 4.096kB is less than a chunk",
+        ),
+        (
+            {"master": "h:1", "device": "mlx5_0"},
+            r"mooncake\.device is set, and mooncake\.protocol isn't rdma",
+        ),
     ],
 )
-def test_o1_settings_that_cannot_be_used_are_named_with_the_fix(own: dict[str, Any], says: str) -> None:
+def test_o1_settings_that_cannot_be_used_are_named_with_the_fix(
+    own: dict[str, Any], says: str
+) -> None:
     with pytest.raises(SettingsError, match=says):
         build.mooncake_options(settings(**own), LAYOUT)
 
@@ -63,14 +88,20 @@ def test_without_a_master_there_is_no_tier() -> None:
     assert tier() is None
 
 
-def test_the_client_is_loaded_only_for_the_tier_and_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_is_loaded_only_for_the_tier_and_named_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(sys.modules, "kvstow.store.mooncake.connect", raising=False)
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(SettingsError, match=r"pip install 'kvstow\[mooncake\]', and apt-get install libibverbs1"):
+    with pytest.raises(
+        SettingsError, match=r"pip install 'kvstow\[mooncake\]', and apt-get install libibverbs1"
+    ):
         tier(master="h:1")
 
 
-def test_h7_a_master_that_cannot_be_reached_does_not_hold_up_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_h7_a_master_that_cannot_be_reached_does_not_hold_up_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from kvstow.testing.mooncake_server import missing
 
     if why := missing():
@@ -84,7 +115,10 @@ def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "7")
     monkeypatch.delenv("MC_RPC_CONNECT_TIMEOUT_MS", raising=False)
     set_defaults(MooncakeOptions("h:1", timeout_s=1.5).variables())
-    assert (os.environ["MC_RPC_TIMEOUT_MS"], os.environ["MC_RPC_CONNECT_TIMEOUT_MS"]) == ("7", "1000")
+    assert (os.environ["MC_RPC_TIMEOUT_MS"], os.environ["MC_RPC_CONNECT_TIMEOUT_MS"]) == (
+        "7",
+        "1000",
+    )
     assert MooncakeOptions("h:1", timeout_s=1.5).variables()["MC_RPC_TIMEOUT_MS"] == "1500"
     monkeypatch.delenv("MC_RPC_CONNECT_TIMEOUT_MS")
 
@@ -95,7 +129,10 @@ def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, range(15000, 17001)),
         ({"MC_MIN_RPC_PORT": "20000", "MC_MAX_RPC_PORT": "20010"}, range(20000, 20011)),
         ({"MC_MIN_PRC_PORT": "20000", "MC_MAX_PRC_PORT": "20010"}, range(20000, 20011)),
-        ({"MC_MIN_PRC_PORT": "20000", "MC_MAX_PRC_PORT": "20010", "MC_MIN_RPC_PORT": "19000"}, range(19000, 20011)),
+        (
+            {"MC_MIN_PRC_PORT": "20000", "MC_MAX_PRC_PORT": "20010", "MC_MIN_RPC_PORT": "19000"},
+            range(19000, 20011),
+        ),
         ({"MC_MIN_RPC_PORT": "16990"}, range(16990, 17001)),
         ({"MC_MIN_RPC_PORT": "20000"}, range(15000, 17001)),
         ({"MC_MIN_RPC_PORT": "40000", "MC_MAX_RPC_PORT": "40100"}, range(15000, 17001)),
@@ -111,7 +148,9 @@ def test_the_ports_are_those_that_the_client_takes(
         monkeypatch.setenv(name, given.get(name, ""))
         if name not in given:
             monkeypatch.delenv(name)
-    assert rpc_ports(set_defaults(MooncakeOptions("h:1").variables(set_defaults(OLD_PORTS)))) == ports
+    assert (
+        rpc_ports(set_defaults(MooncakeOptions("h:1").variables(set_defaults(OLD_PORTS)))) == ports
+    )
 
 
 def test_a_name_is_deleted_when_nobody_reads_it_and_read_when_nobody_deletes_it() -> None:
@@ -188,7 +227,9 @@ class _Steps:
         codes: list[int] = self.ends.get(f"start_{self.started}", [0] * len(names))
         return list(codes)
 
-    def batch_put_from_multi_buffer_ranges(self, names: list[str], at: Any, sizes: Any, offsets: Any) -> list[int]:
+    def batch_put_from_multi_buffer_ranges(
+        self, names: list[str], at: Any, sizes: Any, offsets: Any
+    ) -> list[int]:
         self.moved += names
         moved = self.ends.get("moved", [size for [size] in sizes])
         if isinstance(moved, BaseException):
@@ -276,7 +317,9 @@ class _OnDisk:
     def register_buffer(self, address: int, length: int) -> int:
         return 0
 
-    def get_into_ranges(self, at: Any, names: Any, to: Any, of: Any, sizes: Any) -> list[list[list[int]]]:
+    def get_into_ranges(
+        self, at: Any, names: Any, to: Any, of: Any, sizes: Any
+    ) -> list[list[list[int]]]:
         return [[[-702, -702]] for _ in names]
 
     def batch_get_replica_desc(self, names: list[str]) -> dict[str, Any]:
@@ -289,8 +332,12 @@ class _OnDisk:
         return self.length if self.length <= length else -600
 
 
-@pytest.mark.parametrize(("length", "outcome"), [(4096, Done(4096)), (7, Done(7)), (4097, REJECTED)])
+@pytest.mark.parametrize(
+    ("length", "outcome"), [(4096, Done(4096)), (7, Done(7)), (4097, REJECTED)]
+)
 def test_a_value_that_is_not_in_memory_is_read_all_the_same(length: int, outcome: Any) -> None:
-    store = MooncakeStore(MooncakeOptions("h:1", prefix=""), ManualClock(), lambda: (_OnDisk(length), None))
+    store = MooncakeStore(
+        MooncakeOptions("h:1", prefix=""), ManualClock(), lambda: (_OnDisk(length), None)
+    )
     pool = memoryview(mmap.mmap(-1, 8192))
     assert store.read([(KEYS[0], pool[:4096]), (KEYS[1], pool[4096:])]) == [outcome, MISSING]

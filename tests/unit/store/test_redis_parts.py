@@ -23,7 +23,9 @@ SECRET = "hunter2"
 LAYOUT = build.chunk_layout(Settings(), 16, [8192])
 
 
-def tcp(*hosts: tuple[str, int], tls: bool = False, who: tuple[Any, Any] = (None, None), db: int = 0) -> Address:
+def tcp(
+    *hosts: tuple[str, int], tls: bool = False, who: tuple[Any, Any] = (None, None), db: int = 0
+) -> Address:
     return Address(hosts, None, tls, *who, db)
 
 
@@ -35,10 +37,18 @@ def tcp(*hosts: tuple[str, int], tls: bool = False, who: tuple[Any, Any] = (None
         ("rediss://h/", "single", tcp(("h", 6379), tls=True)),
         ("redis://:pw@h", "single", tcp(("h", 6379), who=(None, "pw"))),
         ("redis://me@h", "single", tcp(("h", 6379), who=("me", None))),
-        ("redis://m%40e:p%2Fw%3Ard%3F%23%25@h:1", "single", tcp(("h", 1), who=("m@e", "p/w:rd?#%"))),
+        (
+            "redis://m%40e:p%2Fw%3Ard%3F%23%25@h:1",
+            "single",
+            tcp(("h", 1), who=("m@e", "p/w:rd?#%")),
+        ),
         ("redis://[::1]:7000/1", "single", tcp(("::1", 7000), db=1)),
         ("redis://[fe80::2]", "single", tcp(("fe80::2", 6379))),
-        ("redis://u:p@a,b:5,[::1]:6", "sentinel", tcp(("a", 26379), ("b", 5), ("::1", 6), who=("u", "p"))),
+        (
+            "redis://u:p@a,b:5,[::1]:6",
+            "sentinel",
+            tcp(("a", 26379), ("b", 5), ("::1", 6), who=("u", "p")),
+        ),
         ("rediss://a,b", "cluster", tcp(("a", 6379), ("b", 6379), tls=True)),
         ("unix:///run/redis.sock", "single", Address((), "/run/redis.sock", False, None, None, 0)),
         ("unix://u:p%40@/s%20k?db=2", "single", Address((), "/s k", False, "u", "p@", 2)),
@@ -71,7 +81,9 @@ def test_k3_urls(url: str, topology: Any, address: Address) -> None:
         ("unix:///s?timeout=1", "single", "no parameter but db"),
     ],
 )
-def test_k3_wrong_urls_are_refused_and_say_why_without_the_password(url: str, topology: Any, says: str) -> None:
+def test_k3_wrong_urls_are_refused_and_say_why_without_the_password(
+    url: str, topology: Any, says: str
+) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         parse_address(url, topology)
     assert SECRET not in str(caught.value)
@@ -79,7 +91,9 @@ def test_k3_wrong_urls_are_refused_and_say_why_without_the_password(url: str, to
 
 def test_k3_no_text_of_the_options_has_the_password() -> None:
     address = parse_address(f"redis://u:{SECRET}@h")
-    assert SECRET not in f"{address!r} {address} {RedisOptions(address, sentinel_password=SECRET)!r}"
+    assert (
+        SECRET not in f"{address!r} {address} {RedisOptions(address, sentinel_password=SECRET)!r}"
+    )
 
 
 @pytest.mark.parametrize("envelope", [Envelope(0), Envelope(1 << 40), Envelope(5, 2, b"12345678")])
@@ -91,7 +105,13 @@ def test_an_envelope_is_read_as_it_was_written(envelope: Envelope) -> None:
 
 def test_what_is_no_envelope_is_none() -> None:
     good = Envelope(5, 2, b"12345678").pack()
-    for bad in (b"", good[:-1], b"X" + good[1:], good[:8] + b"\0" + good[9:], Envelope(5, MAX_PARTS + 1).pack()):
+    for bad in (
+        b"",
+        good[:-1],
+        b"X" + good[1:],
+        good[:8] + b"\0" + good[9:],
+        Envelope(5, MAX_PARTS + 1).pack(),
+    ):
         assert unpack(bad) is None
     assert unpack(bytes(32)) is None
 
@@ -124,9 +144,20 @@ def test_o2_every_setting_reaches_the_store(tmp_path: Path) -> None:
     pem.write_text("")
     options = build.redis_options(
         settings(
-            url=f"rediss://u:{SECRET}@h:1", topology="sentinel", sentinel_service="kv", sentinel_username="su",
-            sentinel_password="sp", tls_ca=str(pem), tls_cert=str(pem), tls_key=str(pem), tls_check_hostname=False,
-            prefix="x:", ttl=60, part_size="1MiB", timeout_ms=300, connect_timeout_ms=200,
+            url=f"rediss://u:{SECRET}@h:1",
+            topology="sentinel",
+            sentinel_service="kv",
+            sentinel_username="su",
+            sentinel_password="sp",
+            tls_ca=str(pem),
+            tls_cert=str(pem),
+            tls_key=str(pem),
+            tls_check_hostname=False,
+            prefix="x:",
+            ttl=60,
+            part_size="1MiB",
+            timeout_ms=300,
+            connect_timeout_ms=200,
         )
     )
     assert options.address == tcp(("h", 1), tls=True, who=("u", SECRET))
@@ -140,7 +171,10 @@ def test_o2_every_setting_reaches_the_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"url": f"redis://u:{SECRET}/@h"}, r"redis\.url: user and password must be percent-encoded"),
+        (
+            {"url": f"redis://u:{SECRET}/@h"},
+            r"redis\.url: user and password must be percent-encoded",
+        ),
         ({"tls_ca": "/nowhere"}, r"redis\.tls_ca is set and redis\.url isn't rediss"),
         ({"url": "rediss://h", "tls_key": "/nowhere"}, r"redis\.tls_key /nowhere can't be read"),
         ({"prefix": "a{b"}, r"redis\.prefix"),
@@ -173,7 +207,9 @@ def test_without_redis_py_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         built(settings())
 
 
-def test_a_server_that_is_down_at_start_is_logged_without_the_password(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_is_down_at_start_is_logged_without_the_password(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pytest.importorskip("redis")
     with caplog.at_level(logging.WARNING, "kvstow"):
         tier = built(settings(url=f"unix://u:{SECRET}@/nowhere/sock"))

@@ -58,7 +58,9 @@ def test_pauses_grow_and_are_jittered() -> None:
 
 def test_what_took_long_is_not_asked_again() -> None:
     made = Made()
-    made.inner.faults = [Fault(error=StoreUnavailable("timed out"), delay=lambda: made.clock.advance(TOTAL_S))]
+    made.inner.faults = [
+        Fault(error=StoreUnavailable("timed out"), delay=lambda: made.clock.advance(TOTAL_S))
+    ]
     with pytest.raises(StoreUnavailable):
         made.store.contains(KEYS)
     assert made.inner.calls["contains"] == 1

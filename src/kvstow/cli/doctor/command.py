@@ -13,11 +13,29 @@ import typer
 from kvstow import __version__
 from kvstow.cli.conflicts import conflicts
 from kvstow.cli.doctor import disk, given, host, rbln, remote, stored, versions
-from kvstow.cli.doctor.result import CORRECT, Check, Result, Status, bounded, failed, ok, unknown, warning
+from kvstow.cli.doctor.result import (
+    CORRECT,
+    Check,
+    Result,
+    Status,
+    bounded,
+    failed,
+    ok,
+    unknown,
+    warning,
+)
 from kvstow.cli.output import PIPED_COLUMNS, printable
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
-from kvstow.settings import Effective, Settings, host_facts, lmcache_variables, load, load_lmcache, variable
+from kvstow.settings import (
+    Effective,
+    Settings,
+    host_facts,
+    lmcache_variables,
+    load,
+    load_lmcache,
+    variable,
+)
 
 EXIT_FAILED: Final = 1
 QUICK_S: Final = 10.0
@@ -25,20 +43,33 @@ DISK_S: Final = 20.0
 REMOTE_S: Final = 20.0
 RDS_S: Final = 2 * rbln.COMMAND_S + 5.0
 SETTINGS: Final = "settings"
-COLOURS: Final = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "red", Status.UNKNOWN: "magenta"}
+COLOURS: Final = {
+    Status.OK: "green",
+    Status.WARNING: "yellow",
+    Status.FAILED: "red",
+    Status.UNKNOWN: "magenta",
+}
 
 Planned = tuple[str, float, Check]  # name, the seconds it may take, what to do
 
 
 def doctor(
     file: Annotated[
-        str | None, typer.Option(help="A YAML file, instead of the one that KVSTOW_CONFIG_FILE names.")
+        str | None,
+        typer.Option(help="A YAML file, instead of the one that KVSTOW_CONFIG_FILE names."),
     ] = None,
     lmcache: Annotated[
-        bool, typer.Option("--lmcache", help="With the LMCACHE_* variables, as the LMCache-style connectors take them.")
+        bool,
+        typer.Option(
+            "--lmcache",
+            help="With the LMCACHE_* variables, as the LMCache-style connectors take them.",
+        ),
     ] = False,
     workers: Annotated[
-        int, typer.Option(min=1, help="With --lmcache: tensor times pipeline parallel size; its sizes are each's.")
+        int,
+        typer.Option(
+            min=1, help="With --lmcache: tensor times pipeline parallel size; its sizes are each's."
+        ),
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
@@ -50,10 +81,17 @@ def doctor(
     from rich.markup import escape
 
     if lmcache and file is not None:
-        raise typer.BadParameter("--file is kvstow's own; LMCache's is named by LMCACHE_CONFIG_FILE")
-    effective, results = _settings(lambda: load_lmcache(None, workers=workers) if lmcache else load(file=file))
+        raise typer.BadParameter(
+            "--file is kvstow's own; LMCache's is named by LMCACHE_CONFIG_FILE"
+        )
+    effective, results = _settings(
+        lambda: load_lmcache(None, workers=workers) if lmcache else load(file=file)
+    )
     if not lmcache:
-        results += [*(given.check(effective.settings, effective.describe()) if effective else ()), *_unread()]
+        results += [
+            *(given.check(effective.settings, effective.describe()) if effective else ()),
+            *_unread(),
+        ]
     settings = effective.settings if effective else None
     with Console(stderr=True).status("") as shown:  # on a terminal: a check may take its time
         for name, limit_s, check in _plan(settings):
@@ -78,7 +116,11 @@ def _settings(read: Callable[[], Effective]) -> tuple[Effective | None, list[Res
     changed = [row for row in effective.describe() if row.source != "default"]
     shown = ", ".join(f"{row.key}={row.shown}" for row in changed) or "all are defaults"
     wrong = [failed(SETTINGS, str(error), CORRECT) for error in conflicts(effective)]
-    told = [warning(SETTINGS, note.text, "see docs/how-to/from-lmcache.md") for note in effective.notes if note.warns]
+    told = [
+        warning(SETTINGS, note.text, "see docs/how-to/from-lmcache.md")
+        for note in effective.notes
+        if note.warns
+    ]
     return effective, [*(wrong or [ok(SETTINGS, shown)]), *told]
 
 
@@ -95,7 +137,11 @@ def _plan(settings: Settings | None) -> Iterator[Planned]:
     on_rbln = any(name in found for name in versions.RBLN)
     yield "versions", QUICK_S, partial(versions.check_versions, found)
     if settings is None:
-        yield "the rest", QUICK_S, lambda: [unknown("the rest", "could not check without settings", CORRECT)]
+        yield (
+            "the rest",
+            QUICK_S,
+            lambda: [unknown("the rest", "could not check without settings", CORRECT)],
+        )
     else:
         yield from _host(settings, on_rbln)
         yield from _disks(settings)
@@ -109,10 +155,17 @@ def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
     from kvstow.build import asked_for
 
     pool_dir, size, mooncake = settings.memory.pool_dir, settings.memory.size, settings.mooncake
-    locks = {"Mooncake": mooncake.protocol == "rdma" and mooncake.master is not None, "RDS": on_rbln}
+    locks = {
+        "Mooncake": mooncake.protocol == "rdma" and mooncake.master is not None,
+        "RDS": on_rbln,
+    }
     registers = [name for name, on in locks.items() if on]
     seed = variable(host.SEED)
-    yield host.SEED, QUICK_S, lambda: host.check_hash_seed(seed, list(asked_for(settings)), rbln=on_rbln)
+    yield (
+        host.SEED,
+        QUICK_S,
+        lambda: host.check_hash_seed(seed, list(asked_for(settings)), rbln=on_rbln),
+    )
     if settings.direct.engine is not None:
         yield "memory", QUICK_S, lambda: [ok("memory", "no pool: direct storage takes its place")]
     else:
@@ -121,8 +174,16 @@ def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
         yield host.SHM, QUICK_S, lambda: host.check_shm(pool_dir, host.shm_bytes())
         disks = settings.disk.paths is not None
         yield "huge pages", QUICK_S, lambda: host.check_huge_pages(pool_dir, size, disks=disks)
-    yield "pools", QUICK_S, lambda: host.check_pools(host_facts().holders, host.is_orphan, unseen=host.has_unseen())
-    yield "locked memory", QUICK_S, lambda: host.check_memlock(host.memlock_bytes(), size, registers)
+    yield (
+        "pools",
+        QUICK_S,
+        lambda: host.check_pools(host_facts().holders, host.is_orphan, unseen=host.has_unseen()),
+    )
+    yield (
+        "locked memory",
+        QUICK_S,
+        lambda: host.check_memlock(host.memlock_bytes(), size, registers),
+    )
     yield "NUMA", QUICK_S, lambda: host.check_numa(host.numa_nodes())
 
 
@@ -131,11 +192,17 @@ def _disks(settings: Settings) -> Iterator[Planned]:
     for path in settings.disk.paths or ():
         yield f"chunks in {path}", QUICK_S, partial(stored.check_stored, path, seed)
     used = [(settings.disk.paths, settings.disk.size, settings.disk.min_free, "disk.size")]
-    used += [(direct.path, direct.size, 0, "direct.size")] if direct.engine in ("auto", "file") else []
+    used += (
+        [(direct.path, direct.size, 0, "direct.size")] if direct.engine in ("auto", "file") else []
+    )
     for paths, size, min_free, setting in used:
         for path in paths or ():
             part = (size or 0) // len(paths or ())
-            yield f"disk {path}", DISK_S, partial(disk.check_path, path, part, min_free, SystemClock(), setting)
+            yield (
+                f"disk {path}",
+                DISK_S,
+                partial(disk.check_path, path, part, min_free, SystemClock(), setting),
+            )
 
 
 def _remote(settings: Settings) -> Iterator[Planned]:
@@ -145,7 +212,11 @@ def _remote(settings: Settings) -> Iterator[Planned]:
     if settings.redis.url is not None:
         yield "redis", REMOTE_S, lambda: remote.check_redis(build.redis_options(settings), clock)
     if objects is not None:
-        yield "objects", REMOTE_S, lambda: remote.check_objects(objects, build.objects_options(settings), clock)
+        yield (
+            "objects",
+            REMOTE_S,
+            lambda: remote.check_objects(objects, build.objects_options(settings), clock),
+        )
     if settings.mooncake.master is not None:
         yield "mooncake", REMOTE_S, partial(remote.check_mooncake, settings.mooncake.master)
 
@@ -160,8 +231,12 @@ def _show(results: Sequence[Result]) -> None:
         table.add_column(heading, overflow="fold")
     for result in results:
         colour = COLOURS[result.status]
-        check, found, fix = (escape(printable(text)) for text in (result.check, result.found, result.fix))
-        table.add_row(f"[{colour}]{result.status}[/{colour}]", check, f"{found}\n→ {fix}" if fix else found)
+        check, found, fix = (
+            escape(printable(text)) for text in (result.check, result.found, result.fix)
+        )
+        table.add_row(
+            f"[{colour}]{result.status}[/{colour}]", check, f"{found}\n→ {fix}" if fix else found
+        )
     console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     console.print(table)
     count = {status: sum(result.status is status for result in results) for status in Status}

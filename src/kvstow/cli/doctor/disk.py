@@ -25,7 +25,20 @@ SAMPLE_S: Final = 2.0  # each way
 ROOM_FOR_SAMPLE: Final = 4 * SAMPLE_BYTES
 SLOW_BYTES_S: Final = 500e6  # a GPU computes many models' KV faster
 NETWORK: Final = frozenset(
-    ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "beegfs", "gpfs", "9p", "afs", "ocfs2", "gfs2")
+    (
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "ceph",
+        "lustre",
+        "beegfs",
+        "gpfs",
+        "9p",
+        "afs",
+        "ocfs2",
+        "gfs2",
+    )
 )
 MEMORY: Final = frozenset(("tmpfs", "ramfs"))
 PATHS: Final = {"disk.size": "disk.paths", "direct.size": "direct.path"}
@@ -49,16 +62,27 @@ def check_path(
 ) -> Iterator[Result]:
     """``size_bytes``: this path's part of ``setting``; 0: unset. Leaves nothing behind, and makes no directory."""
     folder = _existing(path)
-    if setting == "direct.size" and folder == path and not os.path.isdir(path) and os.access(path, os.R_OK | os.W_OK):
+    if (
+        setting == "direct.size"
+        and folder == path
+        and not os.path.isdir(path)
+        and os.access(path, os.R_OK | os.W_OK)
+    ):
         yield ok("disk path", f"{path}: a file or device, readable and writable")
         return
     if not os.path.isdir(folder):
-        yield failed("disk path", f"{path}: {folder} is no directory", f"set {PATHS[setting]} to a directory")
+        yield failed(
+            "disk path", f"{path}: {folder} is no directory", f"set {PATHS[setting]} to a directory"
+        )
         return
     mount = filesystem_of(folder)
     if folder != path and mount is not None and mount.at == "/":
-        found = f"{path}: not there, and {folder} is on the filesystem at /, which chunks would fill"
-        yield warning("disk path", found, f"mount its disk; if / is meant: mkdir -p {shlex.quote(path)}")
+        found = (
+            f"{path}: not there, and {folder} is on the filesystem at /, which chunks would fill"
+        )
+        yield warning(
+            "disk path", found, f"mount its disk; if / is meant: mkdir -p {shlex.quote(path)}"
+        )
         if os.access(folder, os.W_OK | os.X_OK):
             return
     else:
@@ -66,7 +90,11 @@ def check_path(
     try:
         measured = measure(folder, clock)
     except OSError as error:
-        fix = "make it writable for the user that vLLM runs as" if error.errno in _NO_ACCESS else "see the kernel's log"
+        fix = (
+            "make it writable for the user that vLLM runs as"
+            if error.errno in _NO_ACCESS
+            else "see the kernel's log"
+        )
         yield failed("disk path", f"{path} can't be written: {error.strerror}", fix)
         return
     there = "writable" if folder == path else f"not there yet, {folder} is writable"
@@ -88,18 +116,27 @@ def _filesystem(path: str, mount: Filesystem | None) -> Iterator[Result]:
     shown = f"{path} is on {mount.kind} ({mount.source})"
     if mount.kind in NETWORK or (mount.kind.startswith("fuse.") and mount.kind != "fuse.overlayfs"):
         yield warning(
-            "filesystem", f"{shown}: over a network each lookup waits, and a hang takes the directory out of use",
+            "filesystem",
+            f"{shown}: over a network each lookup waits, and a hang takes the directory out of use",
             "use a local disk; to share KV between hosts use redis.url",
-        )  # fmt: skip
+        )
     elif mount.kind in MEMORY:
-        yield warning("filesystem", f"{shown}, which is memory", "use a disk; for memory there is memory.size")
+        yield warning(
+            "filesystem", f"{shown}, which is memory", "use a disk; for memory there is memory.size"
+        )
     elif "overlay" in mount.kind:
-        yield warning("filesystem", f"{shown}, a container's own layer, which goes with it", "mount a volume there")
+        yield warning(
+            "filesystem",
+            f"{shown}, a container's own layer, which goes with it",
+            "mount a volume there",
+        )
     else:
         yield ok("filesystem", shown)
 
 
-def _room(path: str, folder: str, size_bytes: int, min_free_bytes: int, setting: str) -> Iterator[Result]:
+def _room(
+    path: str, folder: str, size_bytes: int, min_free_bytes: int, setting: str
+) -> Iterator[Result]:
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     lacking = size_bytes + min_free_bytes - free - used_bytes(path)
@@ -124,20 +161,27 @@ def used_bytes(path: str) -> int:
 def _quality(path: str, measured: Measured) -> Iterator[Result]:
     for works, what in ((measured.links, "hard links"), (measured.locks, "file locks")):
         if not works:
-            yield failed("disk path", f"{path}: the filesystem has no {what}", "use ext4, XFS or Btrfs")
+            yield failed(
+                "disk path", f"{path}: the filesystem has no {what}", "use ext4, XFS or Btrfs"
+            )
     if measured.direct:
         yield ok("direct I/O", f"{path}: works")
     else:
         yield warning(
-            "direct I/O", f"{path}: refused; reads and writes go through the page cache, with several times the CPU",
+            "direct I/O",
+            f"{path}: refused; reads and writes go through the page cache, with several times the CPU",
             "use ext4, XFS or Btrfs on a local disk",
-        )  # fmt: skip
+        )
     if measured.write_bytes_s is None or measured.read_bytes_s is None:
-        yield warning("disk speed", f"{path}: not measured, the filesystem is nearly full", "make room")
+        yield warning(
+            "disk speed", f"{path}: not measured, the filesystem is nearly full", "make room"
+        )
         return
     speeds = f"{path}: reads {measured.read_bytes_s / 1e6:,.0f} MB/s, writes {measured.write_bytes_s / 1e6:,.0f} MB/s"
     if measured.read_bytes_s < SLOW_BYTES_S:
-        yield warning("disk speed", f"{speeds}: reading may take longer than computing", "use local NVMe")
+        yield warning(
+            "disk speed", f"{speeds}: reading may take longer than computing", "use local NVMe"
+        )
     else:
         yield ok("disk speed", speeds)
 
@@ -148,8 +192,14 @@ def measure(folder: str, clock: Clock) -> Measured:
     root = files.Fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
         direct = files.direct_works(root.number, name)
-        fd = files.Fd(os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, names.FILE_MODE, dir_fd=root.number))
-        links = _works(lambda: os.link(name, f"{name}-2", src_dir_fd=root.number, dst_dir_fd=root.number))
+        fd = files.Fd(
+            os.open(
+                name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, names.FILE_MODE, dir_fd=root.number
+            )
+        )
+        links = _works(
+            lambda: os.link(name, f"{name}-2", src_dir_fd=root.number, dst_dir_fd=root.number)
+        )
         locks = _works(lambda: fcntl.flock(fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB))
     finally:
         for each in (name, f"{name}-2"):
@@ -181,7 +231,11 @@ def _works(call: Callable[[], object]) -> bool:
 
 
 def _sample(
-    move: Callable[[int, Sequence[memoryview], int], int], fd: int, views: Sequence[memoryview], clock: Clock, most: int
+    move: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    views: Sequence[memoryview],
+    clock: Clock,
+    most: int,
 ) -> tuple[int, float]:
     """Bytes moved and the seconds that took: at most ``most``, for at most ``SAMPLE_S``."""
     began, at = clock.monotonic(), 0

@@ -26,13 +26,17 @@ def check_sizes(settings: Settings) -> Iterator[Result]:
     for setting, size in sizes.items():
         if size is not None and size < LEAST_BYTES:
             found = f"{setting} is {format_size(size)}, probably less than the {MIN_CHUNKS} chunks without which vLLM"
-            yield warning("sizes", f"{found} does not start", f"give {setting} its unit, as in 20GB")
+            yield warning(
+                "sizes", f"{found} does not start", f"give {setting} its unit, as in 20GB"
+            )
 
 
 def check_unused(rows: Sequence[Row]) -> Iterator[Result]:
     for off in (row.key for row in rows if row.key in SWITCHES and not row.value):
         tier = off.partition(".")[0]
-        names = [row.key for row in rows if row.key.startswith(f"{tier}.") and row.source != "default"]
+        names = [
+            row.key for row in rows if row.key.startswith(f"{tier}.") and row.source != "default"
+        ]
         if names and REFUSED not in names:
             has, them = ("has", "it") if len(names) == 1 else ("have", "them")
             found = f"{' and '.join(names)} {has} no effect unless kv_connector_extra_config sets {off}: here it is not"

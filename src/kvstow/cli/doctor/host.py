@@ -24,7 +24,9 @@ SEED: Final = "PYTHONHASHSEED"
 SHM: Final = "/dev/shm"
 HUGE: Final = "hugetlbfs"
 TMPFS: Final = "tmpfs"
-POOL_DIR: Final = "give a tmpfs or hugetlbfs that vLLM's user may write to, or leave memory.pool_dir unset"
+POOL_DIR: Final = (
+    "give a tmpfs or hugetlbfs that vLLM's user may write to, or leave memory.pool_dir unset"
+)
 INIT: Final = 1
 UNLIMITED: Final = (resource.RLIM_INFINITY, -1)
 _SHARED: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -38,11 +40,20 @@ def check_hash_seed(seed: str | None, tiers: Collection[str], *, rbln: bool) -> 
         yield ok(SEED, seed)
     elif rbln:
         fix = f"export {SEED}=0, the same for every instance"
-        yield failed(SEED, "not set to a fixed value: vLLM for RBLN may hash from a random root", fix)
+        yield failed(
+            SEED, "not set to a fixed value: vLLM for RBLN may hash from a random root", fix
+        )
     elif tiers and seed is not None:
-        yield warning(SEED, "random is no fixed value", f"unset {SEED}, or with xxhash export {SEED}=0 everywhere")
+        yield warning(
+            SEED,
+            "random is no fixed value",
+            f"unset {SEED}, or with xxhash export {SEED}=0 everywhere",
+        )
     elif tiers:
-        yield ok(SEED, "not set: fine with vLLM's default, --prefix-caching-hash-algo sha256; xxhash needs a fixed one")
+        yield ok(
+            SEED,
+            "not set: fine with vLLM's default, --prefix-caching-hash-algo sha256; xxhash needs a fixed one",
+        )
     else:
         yield ok(SEED, "not set, and no tier outlives vLLM's process")
 
@@ -88,7 +99,9 @@ def shm_bytes() -> int | None:
     return room.f_blocks * room.f_frsize
 
 
-def check_memlock(limit_bytes: int, size_bytes: int, registered_by: Sequence[str]) -> Iterator[Result]:
+def check_memlock(
+    limit_bytes: int, size_bytes: int, registered_by: Sequence[str]
+) -> Iterator[Result]:
     """``registered_by``: what locks memory on this process's account."""
     enough = limit_bytes in UNLIMITED or limit_bytes >= size_bytes
     shown = "unlimited" if limit_bytes in UNLIMITED else format_size(limit_bytes)
@@ -108,7 +121,10 @@ def check_numa(nodes: int) -> Iterator[Result]:
     if nodes <= 1:
         yield ok("NUMA", "one node")
     else:
-        yield ok("NUMA", f"{nodes} nodes: bind vLLM to the accelerator's node, and its memory (numactl --preferred)")
+        yield ok(
+            "NUMA",
+            f"{nodes} nodes: bind vLLM to the accelerator's node, and its memory (numactl --preferred)",
+        )
 
 
 def numa_nodes() -> int:
@@ -130,7 +146,9 @@ def _reserved_pages(mount: str, size_bytes: int) -> Result:
     free = int(Path(_HUGE_POOLS.format(page >> 10)).read_text())
     if free < needed:
         found = f"{free} of {shown} are free, memory.size {format_size(size_bytes)} needs {needed}"
-        return failed("huge pages", found, f"sysctl vm.nr_hugepages={needed}, or leave memory.pool_dir unset")
+        return failed(
+            "huge pages", found, f"sysctl vm.nr_hugepages={needed}, or leave memory.pool_dir unset"
+        )
     return ok("huge pages", f"{free} of {shown} are free, {needed} are needed")
 
 
@@ -140,14 +158,22 @@ def made_pages(made: bool, *, disks: bool) -> Result:
     if not disks:
         return ok("huge pages", "the kernel makes none; without a disk tier that matters little")
     found = f"Linux {os.uname().release} makes none: direct I/O may take twice as long"
-    return warning("huge pages", found, f"Linux 6.1 or later, {_SHARED} not at deny; with Linux 5.14 to 6.0 at advise")
+    return warning(
+        "huge pages",
+        found,
+        f"Linux 6.1 or later, {_SHARED} not at deny; with Linux 5.14 to 6.0 at advise",
+    )
 
 
 def makes_huge_pages(pool_dir: str | None = None) -> bool:
     """Whether memory such as the pool's is of huge pages here. By trying, with 4 MiB."""
     what = (_TRIAL_BYTES, "doctor")
     try:
-        trial = HostMemory.anonymous(*what) if pool_dir is None else HostMemory.in_directory(*what, pool_dir)
+        trial = (
+            HostMemory.anonymous(*what)
+            if pool_dir is None
+            else HostMemory.in_directory(*what, pool_dir)
+        )
         with closing(trial) as memory:
             memory.reserve(0, _TRIAL_BYTES)
             _, _, mapping = Path("/proc/self/smaps").read_text().partition(f" {memory.ref.inode} ")
@@ -165,11 +191,15 @@ def check_pools(
     for holder in holders:
         found = f"process {holder.pid} holds one of {format_size(holder.pool_bytes)}"
         if orphan(holder.pid):
-            yield warning("pools", f"{found}, and the server that started it is gone", f"kill {holder.pid}")
+            yield warning(
+                "pools", f"{found}, and the server that started it is gone", f"kill {holder.pid}"
+            )
         else:
             yield ok("pools", found)
     if unseen:
-        yield unknown("pools", "other users' processes can't be looked at", "run this as root to see all")
+        yield unknown(
+            "pools", "other users' processes can't be looked at", "run this as root to see all"
+        )
     elif not holders:
         yield ok("pools", "none of other processes")
 
@@ -177,7 +207,10 @@ def check_pools(
 def has_unseen(proc: str = "/proc") -> bool:
     """Whether there are processes whose files this user may not see."""
     folders = glob.iglob(f"{proc}/[0-9]*")  # of which some end meanwhile
-    return any(not os.access(f"{folder}/fd", os.R_OK | os.X_OK) and os.path.isdir(folder) for folder in folders)
+    return any(
+        not os.access(f"{folder}/fd", os.R_OK | os.X_OK) and os.path.isdir(folder)
+        for folder in folders
+    )
 
 
 def is_orphan(pid: int) -> bool:

@@ -31,7 +31,9 @@ def filesystem_of(path: str, mounts: str | None = None) -> Filesystem | None:
             continue
         at = _plain(fields[4])
         inside = at == "/" or real == at or real.startswith(f"{at}/")
-        if inside and (found is None or len(at) >= len(found.at)):  # of several at one place the last is on top
+        if inside and (
+            found is None or len(at) >= len(found.at)
+        ):  # of several at one place the last is on top
             found = Filesystem(at, kinds[0], _plain(kinds[1]))
     return found
 

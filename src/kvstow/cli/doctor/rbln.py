@@ -27,7 +27,14 @@ class Ran(NamedTuple):
 
 def run(command: Sequence[str]) -> Ran:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False, errors="replace")
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+            errors="replace",
+        )
     except subprocess.TimeoutExpired:
         return Ran(None, "", "")
     return Ran(done.returncode, done.stdout, done.stderr)
@@ -47,19 +54,33 @@ def check_rds(
         if state.code == 0:
             yield ok("RDS service", f"{UNIT} is active")
         else:
-            found = state.out.strip() or "unknown" if state.code is not None else "no answer from systemctl"
-            yield lacking("RDS service", f"{UNIT}: {found}"[:MAX_FOUND], f"journalctl -u {UNIT} -b --no-pager")
+            found = (
+                state.out.strip() or "unknown"
+                if state.code is not None
+                else "no answer from systemctl"
+            )
+            yield lacking(
+                "RDS service", f"{UNIT}: {found}"[:MAX_FOUND], f"journalctl -u {UNIT} -b --no-pager"
+            )
     else:
-        yield unknown("RDS service", "no systemd here (a container?)", f"on the host: systemctl status {UNIT}")
+        yield unknown(
+            "RDS service", "no systemd here (a container?)", f"on the host: systemctl status {UNIT}"
+        )
     told = ask([sys.executable, "-c", ASK])
     words = told.out.split()
     if told.code is None:
-        yield lacking("RDS", f"rebel.rds gave no answer within {COMMAND_S:g} s", "see the driver's log")
+        yield lacking(
+            "RDS", f"rebel.rds gave no answer within {COMMAND_S:g} s", "see the driver's log"
+        )
     elif told.code != 0 or words[-3:-2] != ["rds"]:
         last = (told.err.strip().splitlines() or [f"exit code {told.code}"])[-1]
-        yield lacking("RDS", f"rebel.rds can't be asked: {last}"[:MAX_FOUND], "install rebel-compiler anew")
+        yield lacking(
+            "RDS", f"rebel.rds can't be asked: {last}"[:MAX_FOUND], "install rebel-compiler anew"
+        )
     elif words[-2:-1] != ["True"] or words[-1] == "0":
         found = f"available: {words[-2]}, devices: {words[-1]}"
-        yield lacking("RDS", found, f"systemctl status {UNIT}; without it direct storage goes through files")
+        yield lacking(
+            "RDS", found, f"systemctl status {UNIT}; without it direct storage goes through files"
+        )
     else:
         yield ok("RDS", f"available, devices: {words[-1]}")

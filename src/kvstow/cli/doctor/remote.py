@@ -26,14 +26,22 @@ def check_redis(options: RedisOptions, clock: Clock) -> Iterator[Result]:
     try:
         from kvstow.store.redis.about import about
     except ModuleNotFoundError:
-        yield failed("redis", "redis.url is set, and redis-py isn't installed", "pip install 'kvstow[redis]'")
+        yield failed(
+            "redis", "redis.url is set, and redis-py isn't installed", "pip install 'kvstow[redis]'"
+        )
         return
     try:
         server = about(options, clock)
     except StoreError as error:
-        yield failed("redis", f"{options.address!r}: {error}", f"{REACH}; user and password are those in redis.url")
+        yield failed(
+            "redis",
+            f"{options.address!r}: {error}",
+            f"{REACH}; user and password are those in redis.url",
+        )
         return
-    yield ok("redis", f"{server.product} {server.version}, answers in {server.round_trip_s * 1e3:.1f} ms")
+    yield ok(
+        "redis", f"{server.product} {server.version}, answers in {server.round_trip_s * 1e3:.1f} ms"
+    )
     yield from _memory(server, expires=options.ttl_s is not None)
 
 
@@ -44,12 +52,15 @@ def _memory(server: About, *, expires: bool) -> Iterator[Result]:
     used = format_size(server.used_bytes or 0)
     if not server.limit_bytes:
         yield warning(
-            "redis memory", f"{used} used, and no limit: it grows until the system stops it",
+            "redis memory",
+            f"{used} used, and no limit: it grows until the system stops it",
             "set the server's maxmemory, and maxmemory-policy allkeys-lru",
-        )  # fmt: skip
+        )
         return
     shown = f"{used} used of {format_size(server.limit_bytes)}, {server.policy}"
-    evicts = server.policy.startswith("allkeys") or (expires and server.policy.startswith("volatile"))
+    evicts = server.policy.startswith("allkeys") or (
+        expires and server.policy.startswith("volatile")
+    )
     if evicts:
         yield ok("redis memory", shown)
     else:
@@ -62,7 +73,11 @@ def check_objects(url: str, options: ObjectsOptions, clock: Clock) -> Iterator[R
     try:
         from kvstow.store.objects.store import ObjectsStore
     except ModuleNotFoundError:
-        yield failed("objects", "objects.url is set, and obstore isn't installed", "pip install 'kvstow[objects]'")
+        yield failed(
+            "objects",
+            "objects.url is set, and obstore isn't installed",
+            "pip install 'kvstow[objects]'",
+        )
         return
     told: list[str] = []
     began = clock.monotonic()
@@ -71,9 +86,16 @@ def check_objects(url: str, options: ObjectsOptions, clock: Clock) -> Iterator[R
         store.ping()
         store.close()
     except (StoreError, OSError) as error:
-        yield failed("objects", f"{url}: {error}"[:MAX_FOUND], "see the bucket's name, the credentials, the endpoint")
+        yield failed(
+            "objects",
+            f"{url}: {error}"[:MAX_FOUND],
+            "see the bucket's name, the credentials, the endpoint",
+        )
         return
-    yield ok("objects", f"{url}, answers in {(clock.monotonic() - began) * 1e3:.0f} ms, connecting included")
+    yield ok(
+        "objects",
+        f"{url}, answers in {(clock.monotonic() - began) * 1e3:.0f} ms, connecting included",
+    )
     for what in told:
         yield warning("objects", what, "see docs/how-to/object-store.md")
 

@@ -53,7 +53,9 @@ def bounded(name: str, check: Check, limit_s: float) -> list[Result]:
     hangs the doctor hangs the tier. Whatever it raises is a result too."""
     ended = run_within("doctor", lambda: list(check()), limit_s)
     if ended is None:
-        return [failed(name, f"no answer within {limit_s:g} s: it hangs", "see why before vLLM uses it")]
+        return [
+            failed(name, f"no answer within {limit_s:g} s: it hangs", "see why before vLLM uses it")
+        ]
     value, error = ended
     if isinstance(error, SettingsError):  # what is wrong with them is a result already
         return [unknown(name, "not looked at: its settings are wrong", CORRECT)]

@@ -29,9 +29,10 @@ def check_stored(path: str, seed: str | None) -> Iterator[Result]:
     if len(roots) == 1:
         fix = f"unset {SEED}" if roots[0] == DEFAULT else f"export {shlex.quote(_said(roots[0]))}"
     yield warning(
-        "stored chunks", f"{found}, and vLLM does not start if any is of its model and --prefix-caching-hash-algo",
+        "stored chunks",
+        f"{found}, and vLLM does not start if any is of its model and --prefix-caching-hash-algo",
         f"if so, {fix}; or, if it was changed on purpose, remove those chunks: kvstow disk ls and clear --namespace",
-    )  # fmt: skip
+    )
 
 
 def _said(root: str) -> str:

@@ -43,7 +43,9 @@ def check_versions(found: Mapping[str, Package]) -> Iterator[Result]:
     if "torch" in found:
         yield ok("torch", found["torch"].version)
     else:
-        yield failed("torch", "not installed here", "run the doctor in the environment that vLLM runs in")
+        yield failed(
+            "torch", "not installed here", "run the doctor in the environment that vLLM runs in"
+        )
     if any(name in found for name in RBLN):
         for name in RBLN:
             if name in found:
@@ -59,11 +61,17 @@ def _one_of(found: Mapping[str, Package]) -> str:
 
 def _vllm(builds: Mapping[str, Package]) -> Iterator[Result]:
     if not builds:
-        yield failed(VLLM, "not installed here", "run the doctor in the environment that vLLM runs in")
+        yield failed(
+            VLLM, "not installed here", "run the doctor in the environment that vLLM runs in"
+        )
         return
     if len(builds) > 1:
         both = " and ".join(f"{name} {package.version}" for name, package in builds.items())
-        yield failed(VLLM, f"{both} are both installed, in one another's files", "uninstall both, install one")
+        yield failed(
+            VLLM,
+            f"{both} are both installed, in one another's files",
+            "uninstall both, install one",
+        )
         return
     [(name, package)] = builds.items()
     shown = package.version if name == VLLM else f"{package.version} ({name})"
@@ -74,9 +82,17 @@ def _vllm(builds: Mapping[str, Package]) -> Iterator[Result]:
         return
     series = Version(f"{version.major}.{version.minor}")
     if series < OLDEST:
-        yield failed(VLLM, f"{shown} is older than kvstow {__version__} serves", f"use vLLM {OLDEST} to {NEWEST}")
+        yield failed(
+            VLLM,
+            f"{shown} is older than kvstow {__version__} serves",
+            f"use vLLM {OLDEST} to {NEWEST}",
+        )
     elif series > NEWEST:
-        yield warning(VLLM, f"{shown} is newer than kvstow {__version__} was tested with", f"use vLLM up to {NEWEST}")
+        yield warning(
+            VLLM,
+            f"{shown} is newer than kvstow {__version__} was tested with",
+            f"use vLLM up to {NEWEST}",
+        )
     else:
         yield ok(VLLM, shown)
 
@@ -94,7 +110,11 @@ def _fits(found: Mapping[str, Package]) -> Iterator[Result]:
             except InvalidRequirement:
                 continue
             have = versions.get(wanted.name.lower())
-            if have is None or not _applies(wanted) or wanted.specifier.contains(have, prereleases=True):
+            if (
+                have is None
+                or not _applies(wanted)
+                or wanted.specifier.contains(have, prereleases=True)
+            ):
                 continue
             wrong = True
             found_here = f"{name} {package.version} needs {wanted.name}{wanted.specifier}, and {have} is installed"
@@ -104,4 +124,6 @@ def _fits(found: Mapping[str, Package]) -> Iterator[Result]:
 
 
 def _applies(wanted: Requirement) -> bool:
-    return wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in ("", RUNTIME))
+    return wanted.marker is None or any(
+        wanted.marker.evaluate({"extra": extra}) for extra in ("", RUNTIME)
+    )

@@ -87,7 +87,9 @@ class Server:
         except ValueError:
             parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            raise ServerFault(f"{masked(url)} is no URL such as http://127.0.0.1:8000, without user and password")
+            raise ServerFault(
+                f"{masked(url)} is no URL such as http://127.0.0.1:8000, without user and password"
+            )
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self._key = api_key or ""
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -100,7 +102,9 @@ class Server:
         try:
             return msgspec.json.decode(b"".join(self._pieces("/v1/models")), type=_Models).data
         except (ValueError, RecursionError) as error:
-            raise ServerFault(f"{self.url}/v1/models is not what an OpenAI-compatible server answers") from error
+            raise ServerFault(
+                f"{self.url}/v1/models is not what an OpenAI-compatible server answers"
+            ) from error
 
     def metrics(self) -> str:
         return b"".join(self._pieces("/metrics")).decode(errors="replace")
@@ -108,9 +112,14 @@ class Server:
     def complete(self, model: str, prompt: str, max_tokens: int) -> Answer:
         """Greedy. The time to the first token runs from the request to the first event with text."""
         body = {
-            "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "seed": 0, "stream": True,
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "seed": 0,
+            "stream": True,
             "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        }
         began, first, text = self._clock.monotonic(), 0.0, ""
         usage = _Usage()
         for event in self._events(body):
@@ -155,17 +164,20 @@ class Server:
                     self._left_s()
         except urllib.error.HTTPError as error:
             with error:
-                raise ServerFault(f"{path}: HTTP {error.code}: {self._message(error)}", error.code) from None
+                raise ServerFault(
+                    f"{path}: HTTP {error.code}: {self._message(error)}", error.code
+                ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise ServerFault(f"{self.url} can't be asked: {reason or type(error).__name__}") from error
+            raise ServerFault(
+                f"{self.url} can't be asked: {reason or type(error).__name__}"
+            ) from error
 
     def _left_s(self) -> float:
         left = self._until_s - self._clock.monotonic()
         if left <= 0:
             raise ServerFault("the time given is over")
         return left
-
 
     def _message(self, error: urllib.error.HTTPError) -> str:
         if 300 <= error.code < 400:

@@ -40,11 +40,21 @@ Wait = Callable[[float], object]
 
 
 def verify_offload(
-    url: Annotated[str, typer.Option(help="Of one vLLM server, without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="The model's name. Default: the server's first.")] = None,
-    api_key_env: Annotated[str | None, typer.Option(help="The variable that holds the server's API key.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="About so many. Default: three chunks.")] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Where the server does not tell it.")] = None,
+    url: Annotated[
+        str, typer.Option(help="Of one vLLM server, without /v1.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option(help="The model's name. Default: the server's first.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="The variable that holds the server's API key.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="About so many. Default: three chunks.")
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Where the server does not tell it.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1, max=3600, help="Seconds for all of it.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
@@ -60,7 +70,9 @@ def verify_offload(
         if not key:
             raise SettingsError(f"--api-key-env {api_key_env}: that variable is not set")
         if not (key.isascii() and key.isprintable()):
-            raise SettingsError(f"--api-key-env {api_key_env}: what it holds is no key: one line of ASCII is expected")
+            raise SettingsError(
+                f"--api-key-env {api_key_env}: what it holds is no key: one line of ASCII is expected"
+            )
     clock = SystemClock()
     until_s = clock.monotonic() + timeout
 
@@ -68,7 +80,9 @@ def verify_offload(
         server = Server(url, key, clock, until_s)
         return verify(server, model, prompt_tokens, chunk_tokens, clock, threading.Event().wait)
 
-    with Console(stderr=True).status(f"sending a prompt twice, at most {timeout:g} s"):  # on a terminal
+    with Console(stderr=True).status(
+        f"sending a prompt twice, at most {timeout:g} s"
+    ):  # on a terminal
         report = _within(timeout + GRACE_S, work)
     print(json.dumps(report, indent=2)) if as_json else _show(report)
     if not report["works"]:
@@ -76,22 +90,33 @@ def verify_offload(
 
 
 def verify(
-    server: Server, model: str | None, prompt_tokens: int | None, chunk_tokens: int | None, clock: Clock, wait: Wait
+    server: Server,
+    model: str | None,
+    prompt_tokens: int | None,
+    chunk_tokens: int | None,
+    clock: Clock,
+    wait: Wait,
 ) -> dict[str, Any]:
     """The report, whatever happens. ``wait`` pauses between two looks at ``/metrics``."""
     try:
         chosen = _model(server.models(), model)
         before = Readings.parse(server.metrics())
         if not before.ours:
-            return _report(Verdict(Code.NO_KVSTOW, False, "the server has no kvstow metrics", START))
+            return _report(
+                Verdict(Code.NO_KVSTOW, False, "the server has no kvstow metrics", START)
+            )
         chunk = chunk_tokens or int(before.largest(names.CHUNK)) or UNKNOWN_CHUNK_TOKENS
         prompt = make_prompt(prompt_tokens or CHUNKS * chunk + 1, chosen.max_tokens)
         first = server.complete(chosen.name, prompt, ANSWER_TOKENS)
         full = first.prompt_tokens // chunk
-        between = _settled(server, clock, wait, lambda now: now.since(before).total(names.STORED) >= full)
+        between = _settled(
+            server, clock, wait, lambda now: now.since(before).total(names.STORED) >= full
+        )
         second = server.complete(chosen.name, prompt, ANSWER_TOKENS)
         asked = second.prompt_tokens
-        after = _settled(server, clock, wait, lambda now: now.since(between).total(names.PROMPT) >= asked)
+        after = _settled(
+            server, clock, wait, lambda now: now.since(between).total(names.PROMPT) >= asked
+        )
     except ServerFault as fault:
         return _report(_fault(fault))
     seen = Seen(before, between, after, first, second, chunk)
@@ -101,19 +126,25 @@ def verify(
 def make_prompt(tokens: int, max_tokens: int | None) -> str:
     """New text of about ``tokens`` tokens (short words are one each), at most half of what the model takes."""
     count = min(tokens, MAX_PROMPT_TOKENS, max(1, (max_tokens or tokens * 2) // 2))
-    return f"{secrets.token_hex(8)} " + " ".join(WORDS[byte % len(WORDS)] for byte in secrets.token_bytes(count))
+    return f"{secrets.token_hex(8)} " + " ".join(
+        WORDS[byte % len(WORDS)] for byte in secrets.token_bytes(count)
+    )
 
 
 def _model(models: list[Model], wanted: str | None) -> Model:
     there = [model.name for model in models]
     if wanted is not None and wanted not in there:
-        raise ServerFault(f"the server has no model {wanted}; it has {', '.join(there) or 'none'}", 404)
+        raise ServerFault(
+            f"the server has no model {wanted}; it has {', '.join(there) or 'none'}", 404
+        )
     if not models:
         raise ServerFault("the server has no model", 404)
     return models[0] if wanted is None else models[there.index(wanted)]
 
 
-def _settled(server: Server, clock: Clock, wait: Wait, enough: Callable[[Readings], bool]) -> Readings:
+def _settled(
+    server: Server, clock: Clock, wait: Wait, enough: Callable[[Readings], bool]
+) -> Readings:
     until_s = clock.monotonic() + SETTLE_S
     while not enough(now := Readings.parse(server.metrics())) and clock.monotonic() < until_s:
         wait(POLL_S)
@@ -122,15 +153,31 @@ def _settled(server: Server, clock: Clock, wait: Wait, enough: Callable[[Reading
 
 def _fault(fault: ServerFault) -> Verdict:
     if 300 <= fault.status < 400:
-        return Verdict(Code.HTTP, False, str(fault), "--url with that address: it is not followed, for the key's sake")
+        return Verdict(
+            Code.HTTP,
+            False,
+            str(fault),
+            "--url with that address: it is not followed, for the key's sake",
+        )
     if fault.status in (401, 403):
-        return Verdict(Code.AUTH, False, str(fault), "name the variable that holds the key: --api-key-env NAME")
+        return Verdict(
+            Code.AUTH, False, str(fault), "name the variable that holds the key: --api-key-env NAME"
+        )
     if "CERTIFICATE_VERIFY_FAILED" in str(fault):
         fix = "name the file of its authority's certificate in the variable SSL_CERT_FILE"
         return Verdict(Code.UNREACHABLE, False, str(fault), fix)
     if fault.status == 0:
-        return Verdict(Code.UNREACHABLE, False, str(fault), "see that vLLM runs and answers there; --url, --timeout")
-    fix = "fewer --prompt-tokens, if the prompt is too long" if fault.status == 400 else "is it vLLM's own server?"
+        return Verdict(
+            Code.UNREACHABLE,
+            False,
+            str(fault),
+            "see that vLLM runs and answers there; --url, --timeout",
+        )
+    fix = (
+        "fewer --prompt-tokens, if the prompt is too long"
+        if fault.status == 400
+        else "is it vLLM's own server?"
+    )
     return Verdict(Code.HTTP, False, str(fault), fix)
 
 
@@ -161,7 +208,10 @@ def _report(verdict: Verdict, seen: Seen | None = None, model: str = "") -> dict
 
 def _within(limit_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What ``work`` returns; it is left behind when it takes longer."""
-    value, error = run_within("verify", work, limit_s) or (None, ServerFault("the time given is over"))
+    value, error = run_within("verify", work, limit_s) or (
+        None,
+        ServerFault("the time given is over"),
+    )
     if value is not None:
         return value
     if not isinstance(error, ServerFault):
@@ -174,9 +224,16 @@ def _show(report: dict[str, Any]) -> None:
     if "first" in report:
         first, second = report["first"], report["second"]
         same = "identical" if report["identical"] else "different"
-        print(f"time to first token: {first['ttft_s'] * 1e3:.0f} ms, then {second['ttft_s'] * 1e3:.0f} ms; {same} text")
-        stored = ", ".join(f"{chunks:.0f} in {tier}" for tier, chunks in report["stored_chunks"].items()) or "none"
-        print(f"{second['prompt_tokens']} prompt tokens, chunks of {report['chunk_tokens']}; stored: {stored}")
+        print(
+            f"time to first token: {first['ttft_s'] * 1e3:.0f} ms, then {second['ttft_s'] * 1e3:.0f} ms; {same} text"
+        )
+        stored = (
+            ", ".join(f"{chunks:.0f} in {tier}" for tier, chunks in report["stored_chunks"].items())
+            or "none"
+        )
+        print(
+            f"{second['prompt_tokens']} prompt tokens, chunks of {report['chunk_tokens']}; stored: {stored}"
+        )
     for note in report.get("notes", ()):
         print(f"note: {note}")
     if report["fix"]:

@@ -88,69 +88,125 @@ def judge(seen: Seen) -> Verdict:
         return Verdict(Code.RESTORED, True, f"the second request reused KV: {tiers}")
     if seen.second.prompt_tokens < seen.chunk_tokens:
         why = f"the prompt has {seen.second.prompt_tokens} tokens, and a chunk {seen.chunk_tokens}"
-        return Verdict(Code.TOO_SHORT, False, why, f"--prompt-tokens {3 * seen.chunk_tokens}; a longer --max-model-len")
+        return Verdict(
+            Code.TOO_SHORT,
+            False,
+            why,
+            f"--prompt-tokens {3 * seen.chunk_tokens}; a longer --max-model-len",
+        )
     if second.total(PROMPT) < seen.second.prompt_tokens:
         return Verdict(
-            Code.OTHER_SERVER, False, "the server whose /metrics were read did not count the request: another answered",
+            Code.OTHER_SERVER,
+            False,
+            "the server whose /metrics were read did not count the request: another answered",
             "give the URL of one server, not of a load balancer in front of several",
-        )  # fmt: skip
+        )
     if second.total(OWN) and stored:
         return Verdict(
-            Code.OWN_CACHE, True, "vLLM's own prefix cache, on the device, answered the second request; "
+            Code.OWN_CACHE,
+            True,
+            "vLLM's own prefix cache, on the device, answered the second request; "
             f"kvstow has stored the prompt ({stored:.0f} chunks) for when it is gone there",
             "to see a restore, start vLLM with --no-enable-prefix-caching, and verify again",
-        )  # fmt: skip
+        )
     return _not_stored(seen, whole) if not stored else _not_found(seen, whole, second)
 
 
 def _not_stored(seen: Seen, whole: Readings) -> Verdict:
     if refused := whole.by(REFUSED, "tier", "reason"):
         fixes = {_REASONS.get(key.split()[-1], "see vLLM's log") for key in refused}
-        return Verdict(Code.REFUSED, False, f"chunks were refused: {_shown(refused)}", "; ".join(sorted(fixes)))
+        return Verdict(
+            Code.REFUSED, False, f"chunks were refused: {_shown(refused)}", "; ".join(sorted(fixes))
+        )
     if failed := whole.by(FAILED, "tier", "reason"):
-        return Verdict(Code.FAILED, False, f"copies failed: {_shown(failed)}", "vLLM's log says why")
+        return Verdict(
+            Code.FAILED, False, f"copies failed: {_shown(failed)}", "vLLM's log says why"
+        )
     if not whole.total(REQUESTED):
         return Verdict(
-            Code.SWITCHED_OFF, False, "kvstow neither looked for the prompt nor stored it: it is switched off",
+            Code.SWITCHED_OFF,
+            False,
+            "kvstow neither looked for the prompt nor stored it: it is switched off",
             "look for `kvstow is switched off` and `A worker reports` in vLLM's log, and restart vLLM",
-        )  # fmt: skip
+        )
     return Verdict(
-        Code.NOT_STORED, False, "kvstow looked for the prompt and stored nothing",
+        Code.NOT_STORED,
+        False,
+        "kvstow looked for the prompt and stored nothing",
         "kv_role must be kv_both (not kv_consumer), and `Host pool mapped by` must be in vLLM's log",
-    )  # fmt: skip
+    )
 
 
 def _not_found(seen: Seen, whole: Readings, second: Readings) -> Verdict:
     engines = seen.after.values(CHUNK, "engine")
     if len(engines) > 1:
         return Verdict(
-            Code.SEVERAL_ENGINES, False, f"the prompt was stored, by one of {len(engines)} engines, each with its own "
-            "memory; the second request went to another", "a shared tier (disk.paths, redis.url), or sticky routing",
-        )  # fmt: skip
+            Code.SEVERAL_ENGINES,
+            False,
+            f"the prompt was stored, by one of {len(engines)} engines, each with its own "
+            "memory; the second request went to another",
+            "a shared tier (disk.paths, redis.url), or sticky routing",
+        )
     if not second.total(REQUESTED):
         fix = "kv_role must be kv_both (not kv_producer)"
-        return Verdict(Code.NOT_ASKED, False, "the prompt was stored, and nobody asked for it again", fix)
+        return Verdict(
+            Code.NOT_ASKED, False, "the prompt was stored, and nobody asked for it again", fix
+        )
     decided = second.by(DECISIONS, "tier", "decision").items()
     against = {key: count for key, count in decided if key.split()[-1] in ("short", "recompute")}
     causes = (
-        (Code.FAILED, second.by(FAILED, "tier", "reason"), "transfers failed", "vLLM's log says why"),
-        (Code.CORRUPT, second.by(CORRUPT, "tier"), "chunks came back damaged", "suspect the disk or the memory"),
-        (Code.DEADLINE, second.by(DEADLINE, "tier"), "reading took too long", "set fetch.deadline_ms to more"),
-        (Code.BYPASSED, dict(_open(seen.after)), "a tier is bypassed", "see `kvstow doctor`, and vLLM's log"),
         (
-            Code.COMPUTED, against, "kvstow decided against loading it: computing is expected to be faster",
+            Code.FAILED,
+            second.by(FAILED, "tier", "reason"),
+            "transfers failed",
+            "vLLM's log says why",
+        ),
+        (
+            Code.CORRUPT,
+            second.by(CORRUPT, "tier"),
+            "chunks came back damaged",
+            "suspect the disk or the memory",
+        ),
+        (
+            Code.DEADLINE,
+            second.by(DEADLINE, "tier"),
+            "reading took too long",
+            "set fetch.deadline_ms to more",
+        ),
+        (
+            Code.BYPASSED,
+            dict(_open(seen.after)),
+            "a tier is bypassed",
+            "see `kvstow doctor`, and vLLM's log",
+        ),
+        (
+            Code.COMPUTED,
+            against,
+            "kvstow decided against loading it: computing is expected to be faster",
             "a longer prompt (--prompt-tokens); fetch.min_tokens 0 loads always",
         ),
-        (Code.EVICTED, whole.by(EVICTED, "tier"), "chunks had to make room", "set memory.size to more"),
+        (
+            Code.EVICTED,
+            whole.by(EVICTED, "tier"),
+            "chunks had to make room",
+            "set memory.size to more",
+        ),
     )
     for code, found, what, fix in causes:
         if found:
-            return Verdict(code, False, f"the prompt was stored, and not found again: {what} ({_shown(found)})", fix)
+            return Verdict(
+                code,
+                False,
+                f"the prompt was stored, and not found again: {what} ({_shown(found)})",
+                fix,
+            )
     return Verdict(
-        Code.MISSED, False, "the prompt was stored, and not found again: between the two the namespace changed (the "
+        Code.MISSED,
+        False,
+        "the prompt was stored, and not found again: between the two the namespace changed (the "
         "cache was reset, or weights updated), or the requests differ",
         "verify again; where two servers share a tier see `kvstow namespaces`",
-    )  # fmt: skip
+    )
 
 
 def _open(readings: Readings) -> Iterator[tuple[str, float]]:

@@ -27,8 +27,18 @@ class Readings:
             families = list(text_string_to_metric_families(text))
         except (ValueError, IndexError) as error:
             raise ServerFault("/metrics is not in Prometheus' format") from error
-        samples = (sample for family in families for sample in family.samples if 0 <= sample.value < math.inf)
-        return cls({(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples})
+        samples = (
+            sample
+            for family in families
+            for sample in family.samples
+            if 0 <= sample.value < math.inf
+        )
+        return cls(
+            {
+                (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+                for sample in samples
+            }
+        )
 
     @property
     def ours(self) -> bool:
@@ -57,7 +67,9 @@ class Readings:
         """Counters' increments. What began anew meanwhile counts from zero."""
         return Readings(
             {
-                key: value - before._samples.get(key, 0.0) if value >= before._samples.get(key, 0.0) else value
+                key: value - before._samples.get(key, 0.0)
+                if value >= before._samples.get(key, 0.0)
+                else value
                 for key, value in self._samples.items()
             }
         )

@@ -56,7 +56,9 @@ class RblnDevice(TicketDevice):
         for number, plan in enumerate(plans):
             counts = {layer.layer.name: layer.spec.num_blocks for layer in plan.layers}
             if len(set(counts.values())) > 1:
-                raise UnsupportedError(f"KV cache group {number}: its layers differ in number of blocks: {counts}")
+                raise UnsupportedError(
+                    f"KV cache group {number}: its layers differ in number of blocks: {counts}"
+                )
         self._plans = plans
         self._runtime.use(plans[0].layers[0].planes[0].device)
         return tuple(plan.pages for plan in plans)
@@ -64,8 +66,15 @@ class RblnDevice(TicketDevice):
     def map_device_pool(self, pool: torch.Tensor, shard: int) -> None:
         """From the next copy on the pool is this, in the device's own memory: a one-dimensional uint8 tensor, to which
         direct storage has access. Copies then stay on the device, and no byte passes the host."""
-        if pool.dtype != torch.uint8 or pool.dim() != 1 or not pool.is_contiguous() or pool.device.type != DEVICE_TYPE:
-            raise UnsupportedError(f"a pool on the device is one dimension of uint8, not {pool.dtype} {pool.shape}")
+        if (
+            pool.dtype != torch.uint8
+            or pool.dim() != 1
+            or not pool.is_contiguous()
+            or pool.device.type != DEVICE_TYPE
+        ):
+            raise UnsupportedError(
+                f"a pool on the device is one dimension of uint8, not {pool.dtype} {pool.shape}"
+            )
         self._pool, self._shard = pool, shard
 
     def _around(self) -> Callable[[], AbstractContextManager[object]]:
@@ -82,7 +91,9 @@ class RblnDevice(TicketDevice):
         return len(move.ids) * plan.block_bytes
 
 
-def _pairs(plan: GroupPlan, move: Move, pool: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(
+    plan: GroupPlan, move: Move, pool: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each block, or part of it, of a transfer and its place in the pool: contiguous, of the same shape and type."""
     for layer, prefix in zip(plan.layers, plan.prefix_bytes, strict=True):
         at = move.offset + move.blocks_per_chunk * prefix + move.first * layer.layer.page_bytes

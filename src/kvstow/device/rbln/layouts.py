@@ -30,7 +30,9 @@ class _Found(NamedTuple):
     planes: tuple[torch.Tensor, ...]
 
 
-def recognise(name: str, cache: object, spec: KVSpec, device_type: str, block_axis: BlockAxis) -> Pages:
+def recognise(
+    name: str, cache: object, spec: KVSpec, device_type: str, block_axis: BlockAxis
+) -> Pages:
     """Layer ``name``'s pages. In each plane, of the cache's own type, the first axis counts kernel blocks, and the rows
     of a block are contiguous.
 
@@ -39,7 +41,9 @@ def recognise(name: str, cache: object, spec: KVSpec, device_type: str, block_ax
     tensor = _check_tensor(name, cache, spec, device_type)
     blocks, rest = divmod(tensor.nbytes, spec.page_bytes)
     if rest or not blocks:
-        raise _refuse(name, tensor, spec, f"its {tensor.nbytes} bytes are no whole number of blocks")
+        raise _refuse(
+            name, tensor, spec, f"its {tensor.nbytes} bytes are no whole number of blocks"
+        )
     spec = replace(spec, num_blocks=blocks)
     if spec.mla:
         found = _latent(name, tensor, spec)
@@ -53,13 +57,22 @@ def _check_tensor(name: str, cache: object, spec: KVSpec, device_type: str) -> t
         raise _refuse(name, cache, spec, f"a {type(cache).__name__} is no tensor")
     if cache.device.type == "meta":
         raise _refuse(
-            name, cache, spec,
+            name,
+            cache,
+            spec,
             "its KV is inside the compiled model, where no connector can reach it. Set VLLM_RBLN_USE_DEVICE_TENSOR=1",
-        )  # fmt: skip
+        )
     if cache.device.type != device_type:
-        raise _refuse(name, cache, spec, f"it is on {cache.device.type!r}, this device serves {device_type!r}")
+        raise _refuse(
+            name, cache, spec, f"it is on {cache.device.type!r}, this device serves {device_type!r}"
+        )
     if cache.dtype not in KNOWN_DTYPES or cache.element_size() != spec.element_bytes:
-        raise _refuse(name, cache, spec, f"dtype {cache.dtype} is not known, or not of {spec.element_bytes} bytes")
+        raise _refuse(
+            name,
+            cache,
+            spec,
+            f"dtype {cache.dtype} is not known, or not of {spec.element_bytes} bytes",
+        )
     if not cache.is_contiguous():
         raise _refuse(name, cache, spec, "it is not contiguous")
     return cache.detach()

@@ -65,7 +65,9 @@ class TorchRbln:
         with ExitStack() as stack:
             if hasattr(self._module, "device"):  # the current device is a thread's own
                 stack.enter_context(self._module.device(self._device))
-            stack.enter_context(torch.inference_mode())  # the engine's KV may be an inference tensor
+            stack.enter_context(
+                torch.inference_mode()
+            )  # the engine's KV may be an inference tensor
             if self._side is None:
                 stack.callback(self._module.synchronize, self._device)
             else:

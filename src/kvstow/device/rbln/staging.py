@@ -14,10 +14,14 @@ class BoundArea:
     """Device memory of its own, which direct storage can reach."""
 
     def __init__(self, size_bytes: int, device: torch.device, rbln: Any) -> None:
-        with torch.inference_mode(False):  # an inference tensor made here could not be written on another thread
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor made here could not be written on another thread
             self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         if not hasattr(rbln, "bind_device_memory"):
-            raise UnsupportedError("direct.engine rds needs torch.rbln.bind_device_memory: update torch-rbln")
+            raise UnsupportedError(
+                "direct.engine rds needs torch.rbln.bind_device_memory: update torch-rbln"
+            )
         rbln.bind_device_memory(self.tensor)
         self.address = self.tensor.data_ptr()
 
@@ -42,11 +46,15 @@ class DevicePools(Protocol):
 class DeviceStaging:
     """``count`` areas for payloads of at most ``payload_bytes``, for ``inner``, whose KV is on ``device``."""
 
-    def __init__(self, inner: DevicePools, device: torch.device, count: int, payload_bytes: int) -> None:
+    def __init__(
+        self, inner: DevicePools, device: torch.device, count: int, payload_bytes: int
+    ) -> None:
         rbln: Any = getattr(torch, "rbln", None)
         self._inner = inner
         self.areas = [
-            StagedArea(BoundArea(HEADER_BYTES, device, rbln), BoundArea(payload_bytes, device, rbln))
+            StagedArea(
+                BoundArea(HEADER_BYTES, device, rbln), BoundArea(payload_bytes, device, rbln)
+            )
             for _ in range(count)
         ]
 

@@ -9,7 +9,16 @@ from msgspec import Meta
 RAW: Final = "raw"
 
 Codec: TypeAlias = Annotated[
-    Literal["raw", "lossless", "fp8", "int8", "cachegen", "cachegen:high", "cachegen:middle", "cachegen:low"],
+    Literal[
+        "raw",
+        "lossless",
+        "fp8",
+        "int8",
+        "cachegen",
+        "cachegen:high",
+        "cachegen:middle",
+        "cachegen:low",
+    ],
     Meta(
         description="How chunks are made smaller on their way to this tier. `lossless` gives back every bit; `fp8`, "
         "`int8` and `cachegen` (of high, middle or low quality, middle if not said) change outputs a little. All but "

@@ -8,7 +8,9 @@ from msgspec import Meta, Struct
 
 from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName
 
-FILE_STAGING_BYTES: Final = 256 << 20  # a rank: what moves between two steps of the engine, of 50 ms and more
+FILE_STAGING_BYTES: Final = (
+    256 << 20
+)  # a rank: what moves between two steps of the engine, of 50 ms and more
 RDS_STAGING_BYTES: Final = 2048 << 20  # a rank: rds_buffer_size of the RBLN documentation
 
 
@@ -49,7 +51,9 @@ class Direct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     max_chunks: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 24)] | None,
-        Meta(description="The most chunks that direct storage holds. Unset: what fits into `direct.size`."),
+        Meta(
+            description="The most chunks that direct storage holds. Unset: what fits into `direct.size`."
+        ),
     ] = None
     policy: Annotated[
         PolicyName,
@@ -70,5 +74,6 @@ class Direct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = False
     threads: Annotated[
-        int, Meta(ge=1, le=64, description="With `file`: reads and writes of a rank at the same time.")
+        int,
+        Meta(ge=1, le=64, description="With `file`: reads and writes of a rank at the same time."),
     ] = 4

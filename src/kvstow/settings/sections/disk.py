@@ -47,7 +47,9 @@ class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "key"
     policy: Annotated[
         PolicyName,
-        Meta(description="Which chunk makes room, in each directory. After a restart the order is that of last use."),
+        Meta(
+            description="Which chunk makes room, in each directory. After a restart the order is that of last use."
+        ),
     ] = "lru"
     admission: Annotated[
         Literal["all", "second_sight"],

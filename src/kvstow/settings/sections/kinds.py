@@ -14,4 +14,6 @@ OPTIONS: Final = "options"
 
 PolicyName = Literal["lru", "s3fifo"]  # of kvstow.build.POLICIES
 
-Threads: TypeAlias = Annotated[int, Meta(ge=1, le=64, description="Reads and writes at the same time.")]
+Threads: TypeAlias = Annotated[
+    int, Meta(ge=1, le=64, description="Reads and writes at the same time.")
+]

@@ -24,7 +24,9 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = DEFAULT_MEMORY_BYTES
     policy: Annotated[
         PolicyName,
-        Meta(description="Which chunk makes room: the least recently used, or S3-FIFO, which keeps chunks used again."),
+        Meta(
+            description="Which chunk makes room: the least recently used, or S3-FIFO, which keeps chunks used again."
+        ),
     ] = "lru"
     pool_dir: Annotated[
         str | None,

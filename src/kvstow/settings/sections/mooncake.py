@@ -17,7 +17,9 @@ class Mooncake(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     master: Annotated[
         str | None,
-        Meta(description="Host and port of `mooncake_master`: `master.internal:50051`. Unset: no Mooncake tier."),
+        Meta(
+            description="Host and port of `mooncake_master`: `master.internal:50051`. Unset: no Mooncake tier."
+        ),
     ] = None
     metadata: Annotated[
         str,
@@ -28,11 +30,14 @@ class Mooncake(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "P2PHANDSHAKE"
     protocol: Annotated[Literal["tcp", "rdma"], Meta(description="How bytes move.")] = "tcp"
     device: Annotated[
-        str | None, Meta(description="RDMA devices, with commas between them: `mlx5_0,mlx5_1`. Unset: all.")
+        str | None,
+        Meta(description="RDMA devices, with commas between them: `mlx5_0,mlx5_1`. Unset: all."),
     ] = None
     local_hostname: Annotated[
         str,
-        Meta(description="What other clients call this host; an address of its own where memory is lent."),
+        Meta(
+            description="What other clients call this host; an address of its own where memory is lent."
+        ),
     ] = "127.0.0.1"
     segment_size: Annotated[
         int,
@@ -50,11 +55,21 @@ class Mooncake(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = DEFAULT_BUFFER_BYTES
     prefix: Annotated[
-        str, Meta(description="Begins the name of every key. Engines share what they store under the same prefix.")
+        str,
+        Meta(
+            description="Begins the name of every key. Engines share what they store under the same prefix."
+        ),
     ] = "kvstow/"
-    replicas: Annotated[int, Meta(ge=1, le=16, description="Copies of each chunk, on different clients.")] = 1
+    replicas: Annotated[
+        int, Meta(ge=1, le=16, description="Copies of each chunk, on different clients.")
+    ] = 1
     timeout_ms: Annotated[
-        int, Meta(ge=100, le=60_000, description="The longest wait for the master and, over TCP, for a byte to move.")
+        int,
+        Meta(
+            ge=100,
+            le=60_000,
+            description="The longest wait for the master and, over TCP, for a byte to move.",
+        ),
     ] = 2000
     connect_timeout_ms: Annotated[
         int, Meta(ge=1000, le=120_000, description="The longest that starting the client may take.")

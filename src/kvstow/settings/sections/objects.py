@@ -25,11 +25,13 @@ class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     endpoint: Annotated[
         str | None,
-        Meta(description="Where the store is, if not at its cloud's own address: `https://minio.internal:9000`."),
+        Meta(
+            description="Where the store is, if not at its cloud's own address: `https://minio.internal:9000`."
+        ),
     ] = None
-    region: Annotated[str | None, Meta(description="Region of an S3 bucket. Unset: `AWS_REGION`, else us-east-1.")] = (
-        None
-    )
+    region: Annotated[
+        str | None, Meta(description="Region of an S3 bucket. Unset: `AWS_REGION`, else us-east-1.")
+    ] = None
     addressing: Annotated[
         Literal["path", "virtual"],
         Meta(
@@ -39,39 +41,61 @@ class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "path"
     profile: Annotated[
         str | None,
-        Meta(description="Profile in the AWS tools' files whose credentials are used; needs boto3. Unset: none."),
+        Meta(
+            description="Profile in the AWS tools' files whose credentials are used; needs boto3. Unset: none."
+        ),
     ] = None
     account: Annotated[
-        str | None, Meta(description="Azure's storage account. Unset: `AZURE_STORAGE_ACCOUNT_NAME`.")
+        str | None,
+        Meta(description="Azure's storage account. Unset: `AZURE_STORAGE_ACCOUNT_NAME`."),
     ] = None
-    anonymous: Annotated[bool, Meta(description="Send unsigned requests, to a store that asks for no credentials.")] = (
-        False
-    )
+    anonymous: Annotated[
+        bool, Meta(description="Send unsigned requests, to a store that asks for no credentials.")
+    ] = False
     allow_http: Annotated[
         bool,
         Meta(description="Let bytes and signatures go unencrypted to other hosts than this one."),
     ] = False
     ca_file: Annotated[
         str | None,
-        Meta(description="File of an authority that the store's certificate may be of, beside the system's."),
+        Meta(
+            description="File of an authority that the store's certificate may be of, beside the system's."
+        ),
     ] = None
     part_size: Annotated[
         int,
-        Meta(extra={"kind": SIZE}, description="Longer chunks are read in parts of this size, at the same time."),
+        Meta(
+            extra={"kind": SIZE},
+            description="Longer chunks are read in parts of this size, at the same time.",
+        ),
     ] = DEFAULT_PART_BYTES
     parallel: Annotated[
-        int, Meta(ge=1, le=256, description="Requests that a lookup, or a chunk in parts, has under way at once.")
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="Requests that a lookup, or a chunk in parts, has under way at once.",
+        ),
     ] = 32
     timeout_ms: Annotated[
         int,
-        Meta(ge=1, le=60_000, description="The longest that a request may take, its bytes included; a call, with "
-             "what is tried again, takes at most twice this."),
+        Meta(
+            ge=1,
+            le=60_000,
+            description="The longest that a request may take, its bytes included; a call, with "
+            "what is tried again, takes at most twice this.",
+        ),
     ] = 4000
     connect_timeout_ms: Annotated[
         int, Meta(ge=1, le=60_000, description="The longest that connecting may take.")
     ] = 1000
     retries: Annotated[
-        int, Meta(ge=0, le=10, description="How often a request that failed is tried again before the call fails.")
+        int,
+        Meta(
+            ge=0,
+            le=10,
+            description="How often a request that failed is tried again before the call fails.",
+        ),
     ] = 2
     codec: Codec = RAW
     threads: Threads = 16

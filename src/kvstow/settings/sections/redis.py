@@ -27,19 +27,28 @@ class Redis(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     topology: Annotated[
         Literal["single", "sentinel", "cluster"],
-        Meta(description="What the URL's hosts are: a server, Sentinels that know it, or nodes of a Cluster."),
+        Meta(
+            description="What the URL's hosts are: a server, Sentinels that know it, or nodes of a Cluster."
+        ),
     ] = "single"
-    sentinel_service: Annotated[str, Meta(description="What the Sentinels call the server.")] = "mymaster"
+    sentinel_service: Annotated[str, Meta(description="What the Sentinels call the server.")] = (
+        "mymaster"
+    )
     sentinel_username: Annotated[
         str | None, Meta(description="User at the Sentinels; the URL's is the server's.")
     ] = None
     sentinel_password: Annotated[
         Secret | None,
-        Meta(extra={"kind": SECRET}, description="Password at the Sentinels; the URL's is the server's."),
+        Meta(
+            extra={"kind": SECRET},
+            description="Password at the Sentinels; the URL's is the server's.",
+        ),
     ] = None
     tls_ca: Annotated[
         str | None,
-        Meta(description="File of the authorities that the server's certificate may be of. Unset: the system's."),
+        Meta(
+            description="File of the authorities that the server's certificate may be of. Unset: the system's."
+        ),
     ] = None
     tls_cert: Annotated[str | None, Meta(description="File of the client's certificate.")] = None
     tls_key: Annotated[str | None, Meta(description="File of the client's key.")] = None
@@ -48,7 +57,9 @@ class Redis(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = True
     prefix: Annotated[
         str,
-        Meta(description="Begins the name of every key. Engines share what they store under the same prefix."),
+        Meta(
+            description="Begins the name of every key. Engines share what they store under the same prefix."
+        ),
     ] = "kvstow:"
     ttl: Annotated[
         Annotated[int, Meta(ge=1, le=10**9)] | None,
@@ -71,7 +82,10 @@ class Redis(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = None
     timeout_ms: Annotated[
-        int, Meta(ge=1, le=60_000, description="The longest that a command may take, its bytes included.")
+        int,
+        Meta(
+            ge=1, le=60_000, description="The longest that a command may take, its bytes included."
+        ),
     ] = 2000
     connect_timeout_ms: Annotated[
         int, Meta(ge=1, le=60_000, description="The longest that connecting to a server may take.")

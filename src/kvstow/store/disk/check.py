@@ -12,7 +12,9 @@ from kvstow.hostmem import private_memory
 from kvstow.layout import HEADER_BYTES, align_up
 
 PIECE_BYTES: Final = 4 << 20  # read at once; one buffer a thread
-MAX_FRAME_BYTES: Final = 4 << 30  # the largest chunk is some 100 times less: whatever is longer is not ours
+MAX_FRAME_BYTES: Final = (
+    4 << 30
+)  # the largest chunk is some 100 times less: whatever is longer is not ours
 
 #: Fill the buffer from this offset of the file on; returns how many bytes came.
 Read = Callable[[int, memoryview], int]
@@ -36,13 +38,20 @@ def frame_check(integrity_key: bytes | None = None) -> Check:
     return check
 
 
-def _check(digest: bytes, length: int, read: Read, buffer: memoryview, integrity_key: bytes | None) -> None:
-    if not HEADER_BYTES < length <= MAX_FRAME_BYTES or read(0, buffer[:HEADER_BYTES]) < HEADER_BYTES:
+def _check(
+    digest: bytes, length: int, read: Read, buffer: memoryview, integrity_key: bytes | None
+) -> None:
+    if (
+        not HEADER_BYTES < length <= MAX_FRAME_BYTES
+        or read(0, buffer[:HEADER_BYTES]) < HEADER_BYTES
+    ):
         raise FrameError(f"{length} bytes are no frame")
     page, payload = bytes(buffer[:HEADER_BYTES]), frame.PayloadChecksum(integrity_key)
     header = frame.parse_header(page)
     if header.key.digest() != digest or header.frame_length != length:
-        raise FrameError(f"the frame of {header.key!r}, of {header.frame_length} bytes, in a file of {length}")
+        raise FrameError(
+            f"the frame of {header.key!r}, of {header.frame_length} bytes, in a file of {length}"
+        )
     for span in header.spans:
         for at in range(0, span.length, PIECE_BYTES):
             wanted = min(PIECE_BYTES, span.length - at)

@@ -17,11 +17,15 @@ from kvstow.store.disk.names import FILE_MODE
 
 IOV_MAX: Final = 1024  # Linux's limit of buffers in a call
 PROBE_BYTES: Final = 2 * ALIGN
-READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block the open
+READ_FLAGS: Final = (
+    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)  # a FIFO must not block the open
 CREATE_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 RENAME_NOREPLACE: Final = 1
-_renameat2: Final = getattr(CDLL(None, use_errno=True), "renameat2", None)  # in glibc since 2.28; releases the GIL
+_renameat2: Final = getattr(
+    CDLL(None, use_errno=True), "renameat2", None
+)  # in glibc since 2.28; releases the GIL
 
 
 class Fd:
@@ -44,7 +48,9 @@ def aligned(parts: Sequence[Buffer]) -> bool:
     """
     for part in parts:
         length = len(part)
-        if length and (length % ALIGN or part.readonly or addressof(c_char.from_buffer(part)) % ALIGN):
+        if length and (
+            length % ALIGN or part.readonly or addressof(c_char.from_buffer(part)) % ALIGN
+        ):
             return False
     return True
 
@@ -67,7 +73,12 @@ def write_all(fd: int, parts: Sequence[Buffer]) -> int:
     return length
 
 
-def _move(call: Callable[[int, Sequence[Buffer], int], int], fd: int, parts: Sequence[Buffer], start: int = 0) -> int:
+def _move(
+    call: Callable[[int, Sequence[Buffer], int], int],
+    fd: int,
+    parts: Sequence[Buffer],
+    start: int = 0,
+) -> int:
     """Repeat ``call`` until all is moved or nothing moves. Returns the bytes moved."""
     left = [part for part in parts if len(part)]
     at = start

@@ -67,5 +67,7 @@ class Health:
                 self._retry_s[which] = self._clock.monotonic() + RETRY_S
             alone = len(self._retry_s) == len(self._paths)
         if new:
-            logger.warning("Disk path %s is out of use, its chunks are misses: %s", self._paths[which], error)
+            logger.warning(
+                "Disk path %s is out of use, its chunks are misses: %s", self._paths[which], error
+            )
         return alone

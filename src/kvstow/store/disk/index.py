@@ -109,7 +109,11 @@ class Index:
             for digest in gone:
                 del self._entries[digest]
                 self._order.remove(digest)
-            order = sorted(self._entries, key=lambda d: self._entries[d].used_s) if self._scan == 1 else []
+            order = (
+                sorted(self._entries, key=lambda d: self._entries[d].used_s)
+                if self._scan == 1
+                else []
+            )
         rest = iter(order)
         while batch := list(islice(rest, REORDER_BATCH)):
             with self._lock:

@@ -36,13 +36,19 @@ MAGIC: Final = b"KVSTOWL1"
 PAGE_BYTES: Final = 4096
 MAX_AHEAD_BYTES: Final = 64 << 20  # some 16 chunks
 AHEAD_SHARE: Final = 256
-LOCK_TRIES: Final = 500  # of 2 ms: the lock is held for microseconds, so a second means a holder that is stopped
+LOCK_TRIES: Final = (
+    500  # of 2 ms: the lock is held for microseconds, so a second means a holder that is stopped
+)
 LOCK_WAIT_S: Final = 0.002
-_HEAD: Final = struct.Struct("<8sIHH16sQQQ")  # magic, CRC32 of what follows, processes, epoch, id, Book's counts
+_HEAD: Final = struct.Struct(
+    "<8sIHH16sQQQ"
+)  # magic, CRC32 of what follows, processes, epoch, id, Book's counts
 _BODY_AT: Final = 12
 _SLOT: Final = struct.Struct(f"<{TOKEN_BYTES}sQ")
 MAX_PROCESSES: Final = (PAGE_BYTES - _HEAD.size) // _SLOT.size
-_EPOCHS: Final = 1 << 16  # then they begin again: nobody keeps a removal to himself for as many counts
+_EPOCHS: Final = (
+    1 << 16
+)  # then they begin again: nobody keeps a removal to himself for as many counts
 _UNKNOWN: Final = (1 << 64) - 1
 
 
@@ -59,7 +65,11 @@ class Book:
 
     @property
     def used_bytes(self) -> int | None:
-        return None if self.published_bytes is None else self.published_bytes + sum(self.reserved.values())
+        return (
+            None
+            if self.published_bytes is None
+            else self.published_bytes + sum(self.reserved.values())
+        )
 
     def add(self, size: int) -> None:
         self.added_bytes += size
@@ -88,12 +98,18 @@ class Book:
         if crc != zlib.crc32(page[_BODY_AT:]) or count > MAX_PROCESSES:
             return None
         slots = (_SLOT.unpack_from(page, _HEAD.size + i * _SLOT.size) for i in range(count))
-        return cls(id_, None if published == _UNKNOWN else published, added, removed, dict(slots), epoch)
+        return cls(
+            id_, None if published == _UNKNOWN else published, added, removed, dict(slots), epoch
+        )
 
 
 def peek(root: Fd) -> Book | None:
     """The page as it is, read without its lock; None: it is not whole. Raises ``OSError``."""
-    file = Fd(os.open(LEDGER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number))
+    file = Fd(
+        os.open(
+            LEDGER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number
+        )
+    )
     return Book.unpack(os.pread(file.number, PAGE_BYTES, 0))
 
 
@@ -176,7 +192,9 @@ class Ledger:
         """Take part. Raises ``UnsupportedError`` when too many processes do."""
         with self.book(fresh=fresh) as book:
             if len(book.reserved) >= MAX_PROCESSES:
-                raise UnsupportedError(f"{MAX_PROCESSES} processes share the data directory already, which is the most")
+                raise UnsupportedError(
+                    f"{MAX_PROCESSES} processes share the data directory already, which is the most"
+                )
             book.reserved.setdefault(self._token, 0)
         return book
 
@@ -262,7 +280,11 @@ class Ledger:
         with self.book() as book:
             self.settle(book)
             highest = counted_bytes + book.added_bytes - before.added_bytes
-            lowest = counted_bytes - (book.removed_bytes - before.removed_bytes) - sum(book.reserved.values())
+            lowest = (
+                counted_bytes
+                - (book.removed_bytes - before.removed_bytes)
+                - sum(book.reserved.values())
+            )
             now = highest if book.published_bytes is None else book.published_bytes
             book.published_bytes = max(0, lowest, min(now, highest))
             book.epoch = self.epoch = (book.epoch + 1) % _EPOCHS

@@ -24,7 +24,9 @@ from kvstow.store.disk import names
 from kvstow.store.disk.files import CREATE_FLAGS, Fd, direct_works
 from kvstow.store.disk.ledger import Book, Ledger, peek
 
-MAX_UNIT_BYTES: Final = 1 << 20  # filesystems that report more as their block size still allocate less
+MAX_UNIT_BYTES: Final = (
+    1 << 20
+)  # filesystems that report more as their block size still allocate less
 MAX_ATTEMPTS: Final = 20  # to make a lock file while others take it for a dead process's
 _NO_LOCKS: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -52,7 +54,9 @@ class Mount:
     lock: Fd
     ledger: Ledger
     ledger_id: bytes
-    serials: Iterator[int] = field(default_factory=partial(count, 3))  # before are the lock's name, the probe's
+    serials: Iterator[int] = field(
+        default_factory=partial(count, 3)
+    )  # before are the lock's name, the probe's
 
     def temporary(self) -> str:
         """A new path of our own, on the same filesystem."""
@@ -84,7 +88,9 @@ class Mount:
         """Whether the path still leads to this directory, and what ``attach`` made is still in it."""
         needed = (names.LEDGER, names.TMP, names.QUARANTINE, names.lock_path(self.token))
         try:
-            return _identity(os.stat(self.path)) == self.identity and None not in map(self.kind, needed)
+            return _identity(os.stat(self.path)) == self.identity and None not in map(
+                self.kind, needed
+            )
         except OSError:
             return False
 
@@ -105,8 +111,14 @@ def attach(path: str, *, direct: bool = True, again: Mount | None = None) -> Mou
         os.makedirs(path, names.DIR_MODE, exist_ok=True)
     root = Fd(os.open(path, _DIRECTORY))
     identity = _identity(os.fstat(root.number))
-    if again is not None and identity[0] != again.identity[0] and not _has_ledger(root, again.ledger_id):
-        raise StoreUnavailable(f"{path} is another filesystem than before, and the ledger is not on it")
+    if (
+        again is not None
+        and identity[0] != again.identity[0]
+        and not _has_ledger(root, again.ledger_id)
+    ):
+        raise StoreUnavailable(
+            f"{path} is another filesystem than before, and the ledger is not on it"
+        )
     for directory in (names.RUN, names.TMP, names.QUARANTINE):
         _mkdir(root, directory)
     token = secrets.token_bytes(names.TOKEN_BYTES)
@@ -130,7 +142,11 @@ def reap(mount: Mount) -> bool:
     with mount.ledger.book() as book:
         locks = {token for name in _list(root, names.RUN) if (token := names.owner_of_lock(name))}
         slots = {token.hex() for token in book.reserved}
-        temporaries = [(token, name) for name in _list(root, names.TMP) if (token := names.owner_of_temporary(name))]
+        temporaries = [
+            (token, name)
+            for name in _list(root, names.TMP)
+            if (token := names.owner_of_temporary(name))
+        ]
         tokens = locks | slots | {token for token, _ in temporaries}
         dead = {token for token in tokens - {mount.token} if not alive(root, token)}
         for token, name in temporaries:
@@ -152,10 +168,16 @@ def _take_lock(root: Fd, token: str) -> Fd:
         except OSError as error:
             _unlink(root, hidden)
             if error.errno in _NO_LOCKS:
-                raise UnsupportedError(f"the filesystem has no file locks, which the size needs: {error}") from error
+                raise UnsupportedError(
+                    f"the filesystem has no file locks, which the size needs: {error}"
+                ) from error
             raise
-        with suppress(FileNotFoundError):  # reaped by another process, to which it belonged to nobody yet
-            os.rename(hidden, names.lock_path(token), src_dir_fd=root.number, dst_dir_fd=root.number)
+        with suppress(
+            FileNotFoundError
+        ):  # reaped by another process, to which it belonged to nobody yet
+            os.rename(
+                hidden, names.lock_path(token), src_dir_fd=root.number, dst_dir_fd=root.number
+            )
             if lock is not None:
                 return lock
     raise StoreUnavailable("the lock file is removed again and again")
@@ -173,7 +195,14 @@ def try_lock(root: Fd, path: str, flags: int = 0) -> Fd | None:
     """Open and lock a file; None: another process has it locked. Read-only, so that the filesystem may become so;
     network filesystems lock only what is open for writing."""
     for access in (os.O_RDONLY, os.O_RDWR):
-        fd = Fd(os.open(path, access | flags | os.O_NOFOLLOW | os.O_CLOEXEC, names.FILE_MODE, dir_fd=root.number))
+        fd = Fd(
+            os.open(
+                path,
+                access | flags | os.O_NOFOLLOW | os.O_CLOEXEC,
+                names.FILE_MODE,
+                dir_fd=root.number,
+            )
+        )
         try:
             fcntl.flock(fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -197,7 +226,9 @@ def _join(root: Fd, token: bytes) -> tuple[Ledger, Book]:
 
     def fresh() -> Book:
         """Of a directory without chunks it is known what is there."""
-        empty = not any(names.is_namespace(name) for name in _list(root, ".")) and not _list(root, names.QUARANTINE)
+        empty = not any(names.is_namespace(name) for name in _list(root, ".")) and not _list(
+            root, names.QUARANTINE
+        )
         return Book(secrets.token_bytes(16), unit * len(names.OWN) if empty else None)
 
     ledger = Ledger(root, token, unit)
@@ -216,11 +247,15 @@ def _probe(root: Fd, name: str, direct: bool, room_bytes: int = 0) -> tuple[int,
             fd = Fd(os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number))
             os.posix_fallocate(fd.number, 0, room_bytes)
         try:
-            os.link(name, link, src_dir_fd=root.number, dst_dir_fd=root.number, follow_symlinks=False)
+            os.link(
+                name, link, src_dir_fd=root.number, dst_dir_fd=root.number, follow_symlinks=False
+            )
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 raise
-            raise UnsupportedError(f"the filesystem has no hard links, which publishing needs: {error}") from error
+            raise UnsupportedError(
+                f"the filesystem has no hard links, which publishing needs: {error}"
+            ) from error
         return os.stat(name, dir_fd=root.number).st_uid, works
     finally:
         _unlink(root, name)

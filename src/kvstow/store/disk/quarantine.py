@@ -51,5 +51,8 @@ def _drop(mount: Mount, path: str) -> int:
     with suppress(OSError):
         result = os.stat(path, dir_fd=mount.root.number, follow_symlinks=False)
         (os.rmdir if stat.S_ISDIR(result.st_mode) else os.unlink)(path, dir_fd=mount.root.number)
-        return min(allocated_bytes(result, mount.ledger), mount.ledger.rounded(result.st_blocks * BLOCK_BYTES))
+        return min(
+            allocated_bytes(result, mount.ledger),
+            mount.ledger.rounded(result.st_blocks * BLOCK_BYTES),
+        )
     return 0

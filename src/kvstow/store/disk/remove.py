@@ -10,10 +10,14 @@ from kvstow.store.disk import names
 from kvstow.store.disk.mount import Mount
 from kvstow.store.disk.scan import allocated_bytes, list_directory
 
-KEPT_EMPTY_S: Final = 86_400.0  # a namespace without chunks: an engine that has just started may be about to write
+KEPT_EMPTY_S: Final = (
+    86_400.0  # a namespace without chunks: an engine that has just started may be about to write
+)
 
 
-def remove_chunk(mount: Mount, namespace: bytes, digest: bytes, counted_bytes: int | None = None) -> int:
+def remove_chunk(
+    mount: Mount, namespace: bytes, digest: bytes, counted_bytes: int | None = None
+) -> int:
     """Remove a chunk's file. Returns what that frees, for the ledger; 0 if another remover was faster.
 
     Of several removers one unlinks it, and counts it. What has grown since it was ``counted_bytes`` long, which no
@@ -33,7 +37,11 @@ def awaited(mount: Mount, name: str, now_s: float) -> bool:
     """Whether a namespace that holds no chunks may soon: lately an engine said that it uses it, and there is another
     process that may be that engine."""
     said = mount.kind(names.namespace_json(bytes.fromhex(name)))
-    return said is not None and now_s - said.st_mtime <= KEPT_EMPTY_S and len(mount.ledger.look().reserved) > 1
+    return (
+        said is not None
+        and now_s - said.st_mtime <= KEPT_EMPTY_S
+        and len(mount.ledger.look().reserved) > 1
+    )
 
 
 def remove_empty_namespace(mount: Mount, name: str) -> None:

@@ -22,7 +22,9 @@ def rivals(mount: Mount, own: Mapping[str, object], root: str, now_s: float) -> 
     found: dict[str, str] = {}
     for name in namespaces(mount.root):
         other = about(mount.root, name)
-        differing = {field for field in own.keys() | other.keys() if own.get(field) != other.get(field)} - _OF_EACH
+        differing = {
+            field for field in own.keys() | other.keys() if own.get(field) != other.get(field)
+        } - _OF_EACH
         if len(differing) != 1 or own.get(field := differing.pop()) != root or field not in other:
             continue
         if awaited(mount, name, now_s) or _has_chunks(mount.root, name):
@@ -38,7 +40,13 @@ def roots_in(path: str, field: str) -> list[str]:
     except OSError:
         return []
     said = {name: about(root, name).get(field) for name in namespaces(root)}
-    return sorted({word[:MAX_WORD] for name, word in said.items() if isinstance(word, str) and _has_chunks(root, name)})
+    return sorted(
+        {
+            word[:MAX_WORD]
+            for name, word in said.items()
+            if isinstance(word, str) and _has_chunks(root, name)
+        }
+    )
 
 
 def _has_chunks(root: Fd, name: str) -> bool:

@@ -54,7 +54,11 @@ class Count:
 
     @property
     def bytes(self) -> int:
-        return self.own_bytes + self.quarantined_bytes + sum(namespace.bytes for namespace in self.namespaces)
+        return (
+            self.own_bytes
+            + self.quarantined_bytes
+            + sum(namespace.bytes for namespace in self.namespaces)
+        )
 
 
 def allocated_bytes(result: os.stat_result, ledger: Ledger) -> int:
@@ -71,7 +75,9 @@ def list_directory(root: Fd, path: str) -> Iterator[Listed]:
     except (FileNotFoundError, NotADirectoryError):
         return
     with os.scandir(directory.number) as entries:
-        for entry in sorted(entries, key=os.DirEntry.inode):  # as they lie on disk: cold, this is several times faster
+        for entry in sorted(
+            entries, key=os.DirEntry.inode
+        ):  # as they lie on disk: cold, this is several times faster
             try:
                 yield Listed(entry.name, entry.stat(follow_symlinks=False))
             except FileNotFoundError:
@@ -99,9 +105,13 @@ def family(namespace: str, about: Mapping[str, object]) -> str:
 
 
 def scan(
-    root: Fd, ledger: Ledger, found: Callable[[bytes, list[Found]], None], *,
-    stop: threading.Event, pause_s: float = 0.0,
-) -> Count | None:  # fmt: skip
+    root: Fd,
+    ledger: Ledger,
+    found: Callable[[bytes, list[Found]], None],
+    *,
+    stop: threading.Event,
+    pause_s: float = 0.0,
+) -> Count | None:
     """Walk the whole directory. ``found`` hears of each directory's chunks; between two it waits ``pause_s``.
 
     None: stopped. Raises ``OSError``.

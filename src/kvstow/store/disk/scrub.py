@@ -14,8 +14,11 @@ from kvstow.store.disk.files import Fd
 from kvstow.store.disk.mount import Mount, is_regular, try_lock
 from kvstow.store.disk.scan import list_directory, namespaces
 
-SAVE_EVERY: Final = 16  # files between two saves of the cursor: at most these are read again after a restart
+SAVE_EVERY: Final = (
+    16  # files between two saves of the cursor: at most these are read again after a restart
+)
 CURSOR_BYTES: Final = 256
+
 
 class Verified(NamedTuple):
     namespace: bytes
@@ -32,8 +35,12 @@ def chunks_after(root: Fd, cursor: str) -> Iterator[str]:
                 directory = f"{namespace}/{first}/{second}"
                 if f"{directory}/~" < cursor:
                     continue
-                listed = (name for name, _ in list_directory(root, directory) if names.digest_of(name))
-                yield from (path for name in sorted(listed) if (path := f"{directory}/{name}") > cursor)
+                listed = (
+                    name for name, _ in list_directory(root, directory) if names.digest_of(name)
+                )
+                yield from (
+                    path for name in sorted(listed) if (path := f"{directory}/{name}") > cursor
+                )
 
 
 def verify(mount: Mount, path: str, check: Check) -> Verified | None:
@@ -43,7 +50,9 @@ def verify(mount: Mount, path: str, check: Check) -> Verified | None:
     """
     namespace, digest = bytes.fromhex(path[:64]), names.digest_of(path.rsplit("/", 1)[1])
     try:
-        fd = Fd(os.open(path, files.READ_FLAGS | mount.direct * os.O_DIRECT, dir_fd=mount.root.number))
+        fd = Fd(
+            os.open(path, files.READ_FLAGS | mount.direct * os.O_DIRECT, dir_fd=mount.root.number)
+        )
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL):
             return None

@@ -36,7 +36,9 @@ SCAN_AGAIN_S: Final = 10.0  # at the earliest, when a directory is full of what 
 SCAN_EVERY_S: Final = 600.0  # learns of what others wrote, and takes drift out of the count
 REAP_EVERY_S: Final = 10.0  # room and temporary files of processes that died
 SHOWN_DIGITS: Final = 16  # of a namespace
-SCAN_PAUSE_S: Final = 0.02  # between directories of such a scan, which is in no hurry: 5 s for 256 directories
+SCAN_PAUSE_S: Final = (
+    0.02  # between directories of such a scan, which is in no hurry: 5 s for 256 directories
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,14 @@ class DiskStore:
 
     def __init__(
         self,
-        paths: Sequence[str], options: DiskOptions, *, order: Callable[[], Order], clock: Clock,
-        describe: Callable[[bytes], Mapping[str, object]] = lambda _: {}, check: Check | None = None,
-    ) -> None:  # fmt: skip
+        paths: Sequence[str],
+        options: DiskOptions,
+        *,
+        order: Callable[[], Order],
+        clock: Clock,
+        describe: Callable[[bytes], Mapping[str, object]] = lambda _: {},
+        check: Check | None = None,
+    ) -> None:
         limits = VolumeLimits(options.size_bytes // len(paths), options.min_free_bytes)
         admit: Admit = SecondSight() if options.admission == "second_sight" else lambda _: True
         turns = Turns()
@@ -83,12 +90,25 @@ class DiskStore:
         self._found_corrupt: set[bytes] = set()  # digests; not told yet
         self._options = options
         self._volumes = [
-            Volume(path, limits, order(), clock, describe=describe, admit=admit, turns=turns, direct=options.direct)
+            Volume(
+                path,
+                limits,
+                order(),
+                clock,
+                describe=describe,
+                admit=admit,
+                turns=turns,
+                direct=options.direct,
+            )
             for path in paths
         ]
         scrubbed = self._volumes if options.scrub_bytes_s else []
         self._scrubs = [Scrub(check, self._corrupt(volume)) for volume in scrubbed] if check else []
-        self._spread = self._volumes if options.volume is None else [self._volumes[options.volume % len(paths)]]
+        self._spread = (
+            self._volumes
+            if options.volume is None
+            else [self._volumes[options.volume % len(paths)]]
+        )
         self._health = Health([volume.path for volume in self._spread], clock)
         self._inside = Inside(len(self._spread), options.threads, clock)
         self._due = [_Due() for _ in self._volumes]
@@ -133,7 +153,9 @@ class DiskStore:
                     volume.retract(namespace)
         if rivals:
             first, name, theirs = rivals[0]
-            paths = " ".join(f"--path {shlex.quote(path)}" for path, other, _ in rivals if other == name)
+            paths = " ".join(
+                f"--path {shlex.quote(path)}" for path, other, _ in rivals if other == name
+            )
             raise UnsupportedError(
                 f"the block hashes of engines that use {first} too begin with another root ({theirs}; here {root}): "
                 "nothing would be shared, or found again. Give PYTHONHASHSEED the same value on all of them, or on "
@@ -142,7 +164,9 @@ class DiskStore:
             )
 
     @staticmethod
-    def _each(working: list[Volume], ask: Callable[[Volume], Mapping[str, str]]) -> list[tuple[str, str, str]]:
+    def _each(
+        working: list[Volume], ask: Callable[[Volume], Mapping[str, str]]
+    ) -> list[tuple[str, str, str]]:
         """What each finds, behind its path. Those that fail are taken off the list."""
         found: list[tuple[str, str, str]] = []
         for volume in [*working]:
@@ -150,7 +174,11 @@ class DiskStore:
                 found += [(volume.path, *item) for item in ask(volume).items()]
             except StoreUnavailable as error:
                 working.remove(volume)
-                logger.warning("Whose chunks are in %s can't be told now, kvstow goes on: %s", volume.path, error)
+                logger.warning(
+                    "Whose chunks are in %s can't be told now, kvstow goes on: %s",
+                    volume.path,
+                    error,
+                )
         return found
 
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
@@ -169,7 +197,9 @@ class DiskStore:
     def paths_down(self) -> int:
         """How many of the directories that chunks are spread over are out of use."""
         for which in self._inside.look()[0] if len(self._spread) > 1 else ():  # asked on every step
-            self._health.failed(which, StoreUnavailable("a call in it does not return"), at_once=True)
+            self._health.failed(
+                which, StoreUnavailable("a call in it does not return"), at_once=True
+            )
         return self._health.down
 
     def stuck(self) -> int:
@@ -192,9 +222,13 @@ class DiskStore:
             executor.submit(partial(self._maintain, which), lambda _value, _error: None)
 
     def _ask(
-        self, key: ChunkKey, method: Callable[Concatenate[Volume, bytes, bytes, P], R], otherwise: R,
-        *arguments: P.args, **named: P.kwargs,
-    ) -> R:  # fmt: skip
+        self,
+        key: ChunkKey,
+        method: Callable[Concatenate[Volume, bytes, bytes, P], R],
+        otherwise: R,
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> R:
         """``otherwise`` where the key's directory is one of several and does not work."""
         digest = key.digest()
         if len(self._spread) == 1:
@@ -209,14 +243,21 @@ class DiskStore:
             if self._health.failed(which, error, at_once=self._inside.hangs(which)):
                 raise
             return otherwise
-        if method is not Volume.contains and not self._inside.hangs(which):  # it may have answered from memory
+        if method is not Volume.contains and not self._inside.hangs(
+            which
+        ):  # it may have answered from memory
             self._health.worked(which)
         return result
 
     def _corrupt(self, volume: Volume) -> Callable[[bytes, bytes], None]:
         def bad(namespace: bytes, digest: bytes) -> None:
-            if volume.set_aside(namespace, digest, "corrupt"):  # or a read found it as well, and counts it
-                logger.warning("The scrub found a corrupt chunk in %s and moved it to the quarantine", volume.path)
+            if volume.set_aside(
+                namespace, digest, "corrupt"
+            ):  # or a read found it as well, and counts it
+                logger.warning(
+                    "The scrub found a corrupt chunk in %s and moved it to the quarantine",
+                    volume.path,
+                )
                 with self._lock:
                     self._found_corrupt.add(digest)
 
@@ -248,13 +289,22 @@ class DiskStore:
     def _scan_or_reap(self, volume: Volume, due: _Due) -> None:
         now = self._clock.monotonic()
         if now >= (due.wanted_scan_s if volume.scan_wanted else due.scan_s):
-            due.scan_s, due.wanted_scan_s, due.reap_s = now + SCAN_EVERY_S, now + SCAN_AGAIN_S, now + REAP_EVERY_S
+            due.scan_s, due.wanted_scan_s, due.reap_s = (
+                now + SCAN_EVERY_S,
+                now + SCAN_AGAIN_S,
+                now + REAP_EVERY_S,
+            )
             count = volume.scan(self._stop, 0.0 if volume.scan_wanted else SCAN_PAUSE_S)
             if count is not None and not due.told:
                 due.told = True
                 sizes = (format_size(count.bytes), format_size(volume.limits.size_bytes))
                 chunks = sum(namespace.chunks for namespace in count.namespaces)
-                logger.info("Disk tier: %s held %d chunks (%s) at the start, at most %s", volume.path, chunks, *sizes)
+                logger.info(
+                    "Disk tier: %s held %d chunks (%s) at the start, at most %s",
+                    volume.path,
+                    chunks,
+                    *sizes,
+                )
         elif now >= due.reap_s:
             due.reap_s = now + REAP_EVERY_S
             volume.reap()

@@ -32,7 +32,9 @@ R = TypeVar("R")
 
 logger = logging.getLogger("kvstow")
 
-MAX_ROUNDS: Final = 64  # of evicting and trying again to reserve, while others reserve what was freed
+MAX_ROUNDS: Final = (
+    64  # of evicting and trying again to reserve, while others reserve what was freed
+)
 MAX_VICTIMS: Final = 4096  # looked at in one round; files that others removed already free nothing
 MAX_INTRODUCTIONS: Final = 8  # of a namespace that others remove, because nothing is in it yet
 MAX_BAD: Final = 1024  # bad files remembered because they could not be moved aside
@@ -102,9 +104,16 @@ class Volume:
 
     def __init__(
         self,
-        path: str, limits: VolumeLimits, order: Order, clock: Clock, *,
-        describe: Describe, admit: Admit, turns: Turns, direct: bool = True,
-    ) -> None:  # fmt: skip
+        path: str,
+        limits: VolumeLimits,
+        order: Order,
+        clock: Clock,
+        *,
+        describe: Describe,
+        admit: Admit,
+        turns: Turns,
+        direct: bool = True,
+    ) -> None:
         self.path = path
         self.limits = limits
         self._clock = clock
@@ -161,14 +170,20 @@ class Volume:
         if self._index.has(digest):
             return True
         with _At(self, "looking") as mount:
-            return self._learn(mount, namespace, digest, mount.kind(names.chunk_path(namespace, digest)))
+            return self._learn(
+                mount, namespace, digest, mount.kind(names.chunk_path(namespace, digest))
+            )
 
-    def _learn(self, mount: Mount, namespace: bytes, digest: bytes, result: os.stat_result | None) -> bool:
+    def _learn(
+        self, mount: Mount, namespace: bytes, digest: bytes, result: os.stat_result | None
+    ) -> bool:
         """What the filesystem says: other processes write too, and a scan takes its time."""
         if result is None or not is_regular(result) or digest in self._bad:
             self._index.drop(digest)
             return False
-        self._index.add(namespace, [Found(digest, allocated_bytes(result, mount.ledger), result.st_mtime)])
+        self._index.add(
+            namespace, [Found(digest, allocated_bytes(result, mount.ledger), result.st_mtime)]
+        )
         return True
 
     def read(self, namespace: bytes, digest: bytes, buffer: Buffer) -> Outcome:
@@ -196,7 +211,9 @@ class Volume:
     def _open(self, mount: Mount, path: str, direct: bool) -> tuple[files.Fd, int] | None:
         """The chunk's file and its length; None: there is none, or it is not a regular file that we wrote."""
         try:
-            fd = files.Fd(os.open(path, files.READ_FLAGS | direct * os.O_DIRECT, dir_fd=mount.root.number))
+            fd = files.Fd(
+                os.open(path, files.READ_FLAGS | direct * os.O_DIRECT, dir_fd=mount.root.number)
+            )
         except OSError as error:
             if error.errno == errno.EINVAL and direct:  # a directory
                 return self._open(mount, path, False)
@@ -236,7 +253,9 @@ class Volume:
             if not published:
                 return REJECTED
             self._written.add(namespace)
-            self._index.add(namespace, [Found(digest, mount.ledger.rounded(size), self._clock.wall())])
+            self._index.add(
+                namespace, [Found(digest, mount.ledger.rounded(size), self._clock.wall())]
+            )
             return Done(size)
 
     def delete(self, namespace: bytes, digest: bytes) -> None:
@@ -253,7 +272,9 @@ class Volume:
         self._index.drop(digest)
         with _At(self, "quarantining") as mount:
             try:
-                moved = quarantine(mount, names.chunk_path(namespace, digest), digest, why, self.limits.size_bytes)
+                moved = quarantine(
+                    mount, names.chunk_path(namespace, digest), digest, why, self.limits.size_bytes
+                )
                 self._bad.pop(digest, None)
                 return moved
             except OSError as error:
@@ -266,7 +287,11 @@ class Volume:
     # --- pieces of it ---------------------------------------------------------------------------------------------
 
     def _transfer(
-        self, mount: Mount, fd: files.Fd, parts: Sequence[Buffer], move: Callable[[int, Sequence[Buffer]], int]
+        self,
+        mount: Mount,
+        fd: files.Fd,
+        parts: Sequence[Buffer],
+        move: Callable[[int, Sequence[Buffer]], int],
     ) -> int:
         """A filesystem that refuses direct I/O after all is not asked again."""
         try:
@@ -312,14 +337,24 @@ class Volume:
 
     def _introduce(self, mount: Mount, namespace: bytes, target: str) -> None:
         """Make the directories that ``target`` is in, and say what its namespace is, in a file that people read."""
-        path, temporary, root = names.namespace_json(namespace), mount.temporary(), mount.root.number
+        path, temporary, root = (
+            names.namespace_json(namespace),
+            mount.temporary(),
+            mount.root.number,
+        )
         mount.ledger.add(mount.ledger.rounded(1) * mount.make_directories(target))
         if mount.kind(path) is not None:
             return
-        text = {"namespace": namespace.hex(), "created": self._clock.wall(), **self._describe(namespace)}
+        text = {
+            "namespace": namespace.hex(),
+            "created": self._clock.wall(),
+            **self._describe(namespace),
+        }
         fd = files.Fd(os.open(temporary, files.CREATE_FLAGS, names.FILE_MODE, dir_fd=root))
         try:
-            files.write_all(fd.number, [memoryview(msgspec.json.format(msgspec.json.encode(text), indent=2))])
+            files.write_all(
+                fd.number, [memoryview(msgspec.json.format(msgspec.json.encode(text), indent=2))]
+            )
             files.rename_new(root, temporary, path)
             mount.ledger.add(mount.ledger.rounded(1))
         except OSError as error:
@@ -381,12 +416,18 @@ class Volume:
         if count is not None:
             self._index.end_scan()
             for name in (one.name for one in count.namespaces if not one.chunks):
-                if bytes.fromhex(name) not in self._written and not awaited(mount, name, self._clock.wall()):
+                if bytes.fromhex(name) not in self._written and not awaited(
+                    mount, name, self._clock.wall()
+                ):
                     remove_empty_namespace(mount, name)
             used = mount.ledger.reconcile(before, count.bytes).used_bytes or 0
             step = 1 + mount.ledger.ahead_bytes(self.limits.size_bytes)
-            for _ in range(self.limits.size_bytes, used, step):  # others shrink it too: each says what it has removed
-                if (mount.ledger.look().used_bytes or 0) > self.limits.size_bytes and not stop.is_set():
+            for _ in range(
+                self.limits.size_bytes, used, step
+            ):  # others shrink it too: each says what it has removed
+                if (
+                    mount.ledger.look().used_bytes or 0
+                ) > self.limits.size_bytes and not stop.is_set():
                     self._evict(mount, step)
         return count
 

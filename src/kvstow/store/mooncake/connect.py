@@ -61,7 +61,9 @@ def connect(options: MooncakeOptions, ports: range = PORTS) -> Any:
     client = MooncakeDistributedStore()
     code = client.setup(*_arguments(options, options.segment_bytes, options.buffer_bytes))
     if code:
-        raise StoreUnavailable(f"Mooncake's client can't start (code {code}): master {options.master}")
+        raise StoreUnavailable(
+            f"Mooncake's client can't start (code {code}): master {options.master}"
+        )
     _narrow(options, ports, before)
     return client
 
@@ -71,19 +73,25 @@ def _narrow(options: MooncakeOptions, ports: range, before: Container[int]) -> N
     try:
         closed = only_to(options.local_hostname, ports, before)
     except OSError as error:
-        logger.warning("Mooncake's client listens on every interface, and this kernel can't filter that: %s", error)
+        logger.warning(
+            "Mooncake's client listens on every interface, and this kernel can't filter that: %s",
+            error,
+        )
         return
     if closed is None:
         return
     logger.info(
         "Mooncake's client listens on every interface: on its ports %s only what is sent to %s or loopback is let in",
-        closed, options.local_hostname,
-    )  # fmt: skip
+        closed,
+        options.local_hostname,
+    )
     if len(closed) < LISTENS_ON[options.protocol]:
         logger.warning(
             "Mooncake's client listens on every interface, on ports that are not all between %d and %d: whoever "
-            "reaches the others is let in", ports[0], ports[-1],
-        )  # fmt: skip
+            "reaches the others is let in",
+            ports[0],
+            ports[-1],
+        )
 
 
 def replicas(count: int) -> Any:
@@ -94,9 +102,14 @@ def replicas(count: int) -> Any:
 
 def _arguments(options: MooncakeOptions, segment_bytes: int, buffer_bytes: int) -> tuple[Any, ...]:
     return (
-        options.local_hostname, options.metadata, segment_bytes, buffer_bytes, options.protocol, options.device,
+        options.local_hostname,
+        options.metadata,
+        segment_bytes,
+        buffer_bytes,
+        options.protocol,
+        options.device,
         options.master,
-    )  # fmt: skip
+    )
 
 
 def _rehearse(options: MooncakeOptions) -> None:

@@ -21,7 +21,11 @@ SO_ATTACH_FILTER: Final = 26
 NET: Final = 0xFFF00000  # offsets from here are the network header's (SKF_NET_OFF)
 DROP, TAKE = 0, 0xFFFFFFFF
 LOAD_BYTE, LOAD_WORD, SHIFT, IF_EQUAL, RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
-V4_TO, V6_TO, V6_WORDS = 16, 24, 4  # where the address is that a packet is sent to; it has so many words
+V4_TO, V6_TO, V6_WORDS = (
+    16,
+    24,
+    4,
+)  # where the address is that a packet is sent to; it has so many words
 LOCAL, STATE, INODE, LISTENS = 1, 3, 9, "0A"  # of /proc/net/tcp: columns, and a state
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
@@ -29,7 +33,12 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, op
 class _Listed(ctypes.Structure):
     """``struct sock_filter``."""
 
-    _fields_ = (("code", ctypes.c_ushort), ("true", ctypes.c_ubyte), ("false", ctypes.c_ubyte), ("k", ctypes.c_uint))
+    _fields_ = (
+        ("code", ctypes.c_ushort),
+        ("true", ctypes.c_ubyte),
+        ("false", ctypes.c_ubyte),
+        ("k", ctypes.c_uint),
+    )
 
 
 class _Program(ctypes.Structure):
@@ -59,7 +68,10 @@ def listening() -> dict[int, Listening]:
 def _everywhere() -> Iterator[tuple[int, int]]:
     """Of all processes: inode and port of what listens on every interface."""
     for table in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/net/{table}") as lines:  # there may be no IPv6
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(f"/proc/self/net/{table}") as lines,
+        ):  # there may be no IPv6
             for line in islice(lines, 1, None):
                 fields = line.split()
                 address, _, port = fields[LOCAL].partition(":")
@@ -82,7 +94,9 @@ def only_to(address: str, ports: Container[int], before: Container[int]) -> list
     except (ValueError, OSError):
         return None
     program = _program(target)
-    chosen = [one for inode, one in listening().items() if inode not in before and one.port in ports]
+    chosen = [
+        one for inode, one in listening().items() if inode not in before and one.port in ports
+    ]
     for one in chosen:
         _attach(one.descriptor, program)
     return sorted(one.port for one in chosen)
@@ -93,7 +107,11 @@ def _attach(descriptor: int, program: list[Instruction]) -> None:
     argument = _Program(len(program), listed)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setsockopt(
-        descriptor, socket.SOL_SOCKET, SO_ATTACH_FILTER, ctypes.byref(argument), ctypes.sizeof(argument)
+        descriptor,
+        socket.SOL_SOCKET,
+        SO_ATTACH_FILTER,
+        ctypes.byref(argument),
+        ctypes.sizeof(argument),
     ):
         raise OSError(ctypes.get_errno(), "SO_ATTACH_FILTER")
 
@@ -106,7 +124,10 @@ def _program(target: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[Inst
     compared = [
         step
         for i, word in enumerate(words)
-        for step in ((LOAD_WORD, 0, 0, NET + V6_TO + 4 * i), (IF_EQUAL, 0, 2 * (V6_WORDS - i) - 1, word))
+        for step in (
+            (LOAD_WORD, 0, 0, NET + V6_TO + 4 * i),
+            (IF_EQUAL, 0, 2 * (V6_WORDS - i) - 1, word),
+        )
     ]
     return [
         (LOAD_BYTE, 0, 0, NET),

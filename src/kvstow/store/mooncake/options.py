@@ -12,7 +12,10 @@ from kvstow.key import ChunkKey
 P2P: Final = "P2PHANDSHAKE"  # Mooncake's word for: without a metadata server
 PORTS: Final = range(15000, 17001)  # where the client listens unless it is told otherwise
 LEAST_PORT, MOST_PORT = "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"
-OLD_PORTS: Final = {"MC_MIN_PRC_PORT": str(PORTS[0]), "MC_MAX_PRC_PORT": str(PORTS[-1])}  # an older spelling of both
+OLD_PORTS: Final = {
+    "MC_MIN_PRC_PORT": str(PORTS[0]),
+    "MC_MAX_PRC_PORT": str(PORTS[-1]),
+}  # an older spelling of both
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,10 @@ def rpc_ports(variables: Mapping[str, str]) -> range:
     is empty or ends among the ports of outgoing connections."""
     given = variables[LEAST_PORT], variables[MOST_PORT]
     least, most = (
-        int(value) if value.isdecimal() else PORTS[end] for value, end in zip(given, (0, -1), strict=True)
+        int(value) if value.isdecimal() else PORTS[end]
+        for value, end in zip(given, (0, -1), strict=True)
     )
-    valid = 1024 <= least <= most < 65536 and not any(32768 <= port < 61000 for port in (least, most))
+    valid = 1024 <= least <= most < 65536 and not any(
+        32768 <= port < 61000 for port in (least, most)
+    )
     return range(least, most + 1) if valid else PORTS

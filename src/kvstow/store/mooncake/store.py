@@ -35,7 +35,10 @@ FAILED: Final = -800  # the client's own code of a transfer that failed
 NOT_IN_MEMORY: Final = (-702,)
 ELSEWHERE: Final = -1
 REFUSED: Final = (-400, -601)  # keys or clients that the master will never take
-MAPPED: Final = (mmap.mmap, ctypes.Array)  # the kinds of memory that stay: the host pool is an array
+MAPPED: Final = (
+    mmap.mmap,
+    ctypes.Array,
+)  # the kinds of memory that stay: the host pool is an array
 PAUSE_S: Final = 1.0  # nothing is written for so long after the store had no room
 
 
@@ -50,7 +53,9 @@ class MooncakeStore:
     """See the module. ``connect`` gives a connected client; it is called when the store is first asked, and again
     until it succeeds."""
 
-    def __init__(self, options: MooncakeOptions, clock: Clock, connect: Callable[[], tuple[Any, Any]]) -> None:
+    def __init__(
+        self, options: MooncakeOptions, clock: Clock, connect: Callable[[], tuple[Any, Any]]
+    ) -> None:
         self._options = options
         self._clock = clock
         self._connect = connect
@@ -79,14 +84,21 @@ class MooncakeStore:
         with self._use.reading(names):
             places = [self._registered.place(client, buffer) for _, buffer in items]
             rest = [i for i, place in enumerate(places) if place is None]
-            rest += self._read_ranges(client, names, [(i, p) for i, p in enumerate(places) if p is not None], outcomes)
+            rest += self._read_ranges(
+                client, names, [(i, p) for i, p in enumerate(places) if p is not None], outcomes
+            )
             if rest:
-                self._read_rest(client, names, [(i, items[i][1], places[i]) for i in rest], outcomes)
+                self._read_rest(
+                    client, names, [(i, items[i][1], places[i]) for i in rest], outcomes
+                )
         return outcomes
 
     @staticmethod
     def _read_ranges(
-        client: Any, names: Sequence[str], wanted: Sequence[tuple[int, _Place]], outcomes: list[Outcome]
+        client: Any,
+        names: Sequence[str],
+        wanted: Sequence[tuple[int, _Place]],
+        outcomes: list[Outcome],
     ) -> list[int]:
         """Fill whole places, and ask for a byte more, which a value that fits hasn't. Returns those that this can't
         tell: the value is shorter, or not in memory."""
@@ -95,7 +107,9 @@ class MooncakeStore:
         sizes = [place.length for _, place in wanted]
         to, of = [[[0, 0]]] * len(wanted), [[[0, size]] for size in sizes]
         at = [place.address for _, place in wanted]
-        got = client.get_into_ranges(at, [[names[i]] for i, _ in wanted], to, of, [[[size, 1]] for size in sizes])
+        got = client.get_into_ranges(
+            at, [[names[i]] for i, _ in wanted], to, of, [[[size, 1]] for size in sizes]
+        )
         unsure = []
         for (i, _), [[code, beyond]] in zip(wanted, got, strict=True):
             if code in DOES_NOT_FIT + NOT_IN_MEMORY:
@@ -125,16 +139,28 @@ class MooncakeStore:
                 outcomes[i] = _read(client.get_into(names[i], place.address, place.length))
             else:
                 exact.append((i, _Place(place.address, length)))
-        self._read_ranges(client, names, exact, outcomes)  # what is written anew meanwhile, and shorter, is missed
+        self._read_ranges(
+            client, names, exact, outcomes
+        )  # what is written anew meanwhile, and shorter, is missed
 
     def _lengths(self, client: Any, names: Sequence[str]) -> dict[str, int]:
         """Of the values that are there; ``ELSEWHERE`` where memory doesn't have it."""
         lengths = {}
         for name, copies in client.batch_get_replica_desc(list(dict.fromkeys(names))).items():
-            sizes = [one.get_memory_descriptor().buffer_descriptor.size for one in copies if one.is_memory_replica()]
+            sizes = [
+                one.get_memory_descriptor().buffer_descriptor.size
+                for one in copies
+                if one.is_memory_replica()
+            ]
             lengths[name] = sizes[0] if sizes else ELSEWHERE
-        if rest := [name for name in dict.fromkeys(names) if name not in lengths]:  # or the question failed
-            lengths |= {name: ELSEWHERE for name, there in zip(rest, self._exist(rest), strict=True) if there}
+        if rest := [
+            name for name in dict.fromkeys(names) if name not in lengths
+        ]:  # or the question failed
+            lengths |= {
+                name: ELSEWHERE
+                for name, there in zip(rest, self._exist(rest), strict=True)
+                if there
+            }
         return lengths
 
     def _read_copy(self, client: Any, name: str, buffer: Buffer) -> Outcome:
@@ -143,7 +169,9 @@ class MooncakeStore:
             return _read(length) if length < 0 else REJECTED
         held = client.get_buffer(name)
         if held is None:
-            raise StoreUnavailable("Mooncake's client has no buffer for a value: is mooncake.buffer_size too small?")
+            raise StoreUnavailable(
+                "Mooncake's client has no buffer for a value: is mooncake.buffer_size too small?"
+            )
         if held.size() != length:
             return MISSING
         buffer[:length] = memoryview(held).cast("B")
@@ -158,12 +186,20 @@ class MooncakeStore:
         if self._clock.monotonic() < self._full_until_s:
             return outcomes
         with self._use.writing(names) as mine:  # the same key twice is written once
-            direct = [(i, place) for i in mine if (place := self._whole_place(client, items[i][1])) is not None]
+            direct = [
+                (i, place)
+                for i in mine
+                if (place := self._whole_place(client, items[i][1])) is not None
+            ]
             if direct:
-                codes = self._put(client, [names[i] for i, _ in direct], [place for _, place in direct])
+                codes = self._put(
+                    client, [names[i] for i, _ in direct], [place for _, place in direct]
+                )
                 for (i, place), code in zip(direct, codes, strict=True):
                     outcomes[i] = self._wrote(code, place.length)
-            self._put_copies(client, items, names, sorted(set(mine) - {i for i, _ in direct}), outcomes)
+            self._put_copies(
+                client, items, names, sorted(set(mine) - {i for i, _ in direct}), outcomes
+            )
         return outcomes
 
     def _put(self, client: Any, names: Sequence[str], places: Sequence[_Place]) -> list[int]:
@@ -175,7 +211,9 @@ class MooncakeStore:
         if left := [i for i, code in enumerate(codes) if code in UNFINISHED]:
             client.batch_put_session_revoke([names[i] for i in left])
             again = [places[i].length for i in left]
-            started = client.batch_put_session_start([names[i] for i in left], again, config=self._config)
+            started = client.batch_put_session_start(
+                [names[i] for i in left], again, config=self._config
+            )
             for i, code in zip(left, started, strict=True):
                 codes[i] = code
         begun = [i for i, code in enumerate(codes) if not code]
@@ -190,15 +228,23 @@ class MooncakeStore:
 
     @staticmethod
     def _put_begun(
-        client: Any, names: Sequence[str], places: Sequence[_Place], begun: Sequence[int], codes: list[int]
+        client: Any,
+        names: Sequence[str],
+        places: Sequence[_Place],
+        begun: Sequence[int],
+        codes: list[int],
     ) -> None:
         if not begun:
             return
         at, sizes = [[places[i].address] for i in begun], [[places[i].length] for i in begun]
-        moved = client.batch_put_from_multi_buffer_ranges([names[i] for i in begun], at, sizes, [[0]] * len(begun))
+        moved = client.batch_put_from_multi_buffer_ranges(
+            [names[i] for i in begun], at, sizes, [[0]] * len(begun)
+        )
         whole = [i for i, length in zip(begun, moved, strict=True) if length == places[i].length]
         if whole:  # ending one that isn't would publish it
-            for i, code in zip(whole, client.batch_put_session_end([names[i] for i in whole]), strict=True):
+            for i, code in zip(
+                whole, client.batch_put_session_end([names[i] for i in whole]), strict=True
+            ):
                 codes[i] = code
 
     def _put_copies(
@@ -284,7 +330,9 @@ class _Registered:
                 view = memoryview(buffer.obj)
                 address = _address(view)
                 if client.register_buffer(address, len(view)):
-                    raise StoreUnavailable("Mooncake's client can't register the pool's memory (ulimit -l?)")
+                    raise StoreUnavailable(
+                        "Mooncake's client can't register the pool's memory (ulimit -l?)"
+                    )
                 self._whole[address] = view
         return _Place(_address(buffer), len(buffer))
 

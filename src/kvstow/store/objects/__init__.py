@@ -3,6 +3,12 @@
 Importing this package needs no client library; ``kvstow.store.objects.store`` needs obstore.
 """
 
-from kvstow.store.objects.options import MAX_PART_BYTES, MIN_PART_BYTES, Bucket, ObjectsOptions, parse_url
+from kvstow.store.objects.options import (
+    MAX_PART_BYTES,
+    MIN_PART_BYTES,
+    Bucket,
+    ObjectsOptions,
+    parse_url,
+)
 
 __all__ = ["MAX_PART_BYTES", "MIN_PART_BYTES", "Bucket", "ObjectsOptions", "parse_url"]

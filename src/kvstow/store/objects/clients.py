@@ -26,7 +26,9 @@ REFUSED: Final = (
 NO_SUCH_PLACE: Final = ("NoSuchBucket", "ContainerNotFound")  # S3 and GCS; Azure
 TRANSIENT_STATUS: Final = (408, 409, 425, 429)
 _NO_KEYS: Final = "no credentials in the environment, nor from this host's metadata service: set"
-_KEYS_OF_S3: Final = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, objects.profile, or objects.anonymous"
+_KEYS_OF_S3: Final = (
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, objects.profile, or objects.anonymous"
+)
 _FIXES: Final = (  # what a fault's text has, what to do
     ("BadScheme", "plain http: set objects.allow_http, or an endpoint that begins with https://"),
     ("/latest/api/token", f"{_NO_KEYS} {_KEYS_OF_S3}"),
@@ -34,7 +36,10 @@ _FIXES: Final = (  # what a fault's text has, what to do
     ("Missing SecretAccessKey", f"set {_KEYS_OF_S3}"),
     ("Missing AccessKeyId", f"set {_KEYS_OF_S3}"),
     ("/computeMetadata/", f"{_NO_KEYS} GOOGLE_APPLICATION_CREDENTIALS, or objects.anonymous"),
-    ("/metadata/identity/", f"{_NO_KEYS} AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_KEY, or objects.anonymous"),
+    (
+        "/metadata/identity/",
+        f"{_NO_KEYS} AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_KEY, or objects.anonymous",
+    ),
     ("Account must be specified", "set objects.account, or AZURE_STORAGE_ACCOUNT_NAME"),
 )
 _STATUS: Final = re.compile(r"status code: (\d{3})")
@@ -50,7 +55,10 @@ def open_client(options: ObjectsOptions) -> Any:
         return LocalStore(bucket.name)
     if bucket.kind == "memory":
         return MemoryStore()
-    common: dict[str, Any] = {"client_options": _client_options(options), "retry_config": _retries(options)}
+    common: dict[str, Any] = {
+        "client_options": _client_options(options),
+        "retry_config": _retries(options),
+    }
     if options.anonymous:
         common["skip_signature"] = True
     try:
@@ -133,8 +141,12 @@ def code_of(error: BaseException) -> str:
 def as_store_error(error: BaseException) -> StoreError:
     """Every fault that asking again may heal is transient; what the store will always refuse is not."""
     status = status_of(error)
-    refused = isinstance(error, REFUSED) or (isinstance(error, FileNotFoundError) and code_of(error) in NO_SUCH_PLACE)
-    refused = refused or (status is not None and 400 <= status < 500 and status not in TRANSIENT_STATUS)
+    refused = isinstance(error, REFUSED) or (
+        isinstance(error, FileNotFoundError) and code_of(error) in NO_SUCH_PLACE
+    )
+    refused = refused or (
+        status is not None and 400 <= status < 500 and status not in TRANSIENT_STATUS
+    )
     refused = refused or "BadScheme" in str(error)
     return StoreRefused(_said(error)) if refused else StoreUnavailable(_said(error))
 

@@ -46,7 +46,9 @@ class Line:
     """One request at a time. A request, its bytes included, may take ``timeout_s`` (looked at between two calls of the
     system, of which none takes longer). Timeouts are ``TimeoutError``, other faults ``OSError`` or ``AskClient``."""
 
-    def __init__(self, host: str, port: int, clock: Clock, *, connect_s: float, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, clock: Clock, *, connect_s: float, timeout_s: float
+    ) -> None:
         self._http = HTTPConnection(host, port, timeout=connect_s)
         self._http.connect()
         self._http.auto_open = 0
@@ -84,10 +86,14 @@ class Line:
         where = url.partition("://")[2].partition("/")[2]
         fields = {"Range": f"bytes={start}-{start + len(self._target) - 1}"}
         try:
-            self._http.request("GET", f"/{where}", headers=fields | ({"If-Match": tag} if tag else {}))
+            self._http.request(
+                "GET", f"/{where}", headers=fields | ({"If-Match": tag} if tag else {})
+            )
         except BlockingIOError:
             raise TimeoutError from None
-        except HTTPException as error:  # the server closes after each answer, so parts don't come this way
+        except (
+            HTTPException
+        ) as error:  # the server closes after each answer, so parts don't come this way
             raise AskClient(type(error).__name__, always=True) from None
 
     def head(self) -> int:
@@ -161,6 +167,8 @@ class _Timely(socket.socket):
         if self._clock.monotonic() > self.until_s:
             raise TimeoutError
         try:
-            return super().recv_into(buffer, nbytes, socket.MSG_WAITALL if len(buffer) > WAIT_ALL_BYTES else flags)
+            return super().recv_into(
+                buffer, nbytes, socket.MSG_WAITALL if len(buffer) > WAIT_ALL_BYTES else flags
+            )
         except BlockingIOError:
             raise TimeoutError from None

@@ -11,7 +11,13 @@ from kvstow.key import ChunkKey
 
 Kind = Literal["s3", "gcs", "azure", "file", "memory"]
 
-SCHEMES: Final[dict[str, Kind]] = {"s3": "s3", "gs": "gcs", "az": "azure", "file": "file", "memory": "memory"}
+SCHEMES: Final[dict[str, Kind]] = {
+    "s3": "s3",
+    "gs": "gcs",
+    "az": "azure",
+    "file": "file",
+    "memory": "memory",
+}
 DEFAULT_PART_BYTES: Final = 8 << 20
 MIN_PART_BYTES: Final = 1 << 20
 MAX_PART_BYTES: Final = 1 << 30
@@ -77,7 +83,9 @@ def parse_url(url: str) -> Bucket:
         raise ValueError("it is no URL") from None
     kind = SCHEMES.get(parts.scheme)
     if kind is None:
-        raise ValueError("expected s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory")
+        raise ValueError(
+            "expected s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory"
+        )
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError("it has no user, password, ? or #: credentials come from the environment")
     if kind in ("file", "memory"):

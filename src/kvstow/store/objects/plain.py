@@ -32,7 +32,9 @@ IDLE_S: Final = 15.0  # a connection that nobody used for longer may be gone wit
 MAX_IDLE: Final = 64  # connections
 SIGNED_FOR: Final = timedelta(minutes=5)  # a signature in a header is good for 15
 CHANGED: Final = 412
-ELSEWHERE: Final = 3  # hundred: whoever speaks for the store, over plain HTTP, doesn't choose whom else is asked
+ELSEWHERE: Final = (
+    3  # hundred: whoever speaks for the store, over plain HTTP, doesn't choose whom else is asked
+)
 
 
 def goes_plain(options: ObjectsOptions) -> bool:
@@ -40,7 +42,12 @@ def goes_plain(options: ObjectsOptions) -> bool:
     now, which is later on a server whose clock is behind), signed, without TLS, and not through a proxy, which obstore
     would use."""
     parts = urlsplit(options.endpoint or "")
-    if options.bucket.kind != "s3" or options.anonymous or parts.scheme != "http" or parts.hostname is None:
+    if (
+        options.bucket.kind != "s3"
+        or options.anonymous
+        or parts.scheme != "http"
+        or parts.hostname is None
+    ):
         return False
     return not {"http", "all"} & set(getproxies()) or bool(proxy_bypass(parts.hostname))
 
@@ -80,7 +87,9 @@ class Plain:
             if error.status == CHANGED:
                 return MISSING
             if error.status // 100 == ELSEWHERE:
-                raise StoreRefused(f"{error}: it is elsewhere; set objects.endpoint to where it is") from None
+                raise StoreRefused(
+                    f"{error}: it is elsewhere; set objects.endpoint to where it is"
+                ) from None
             raise
         except TimeoutError:
             raise StoreUnavailable("no answer in time") from None
@@ -156,6 +165,11 @@ class Plain:
     def _connect(self) -> Line:
         limits = self._options
         try:
-            return Line(*self._address, self._clock, connect_s=limits.connect_timeout_s, timeout_s=limits.timeout_s)
+            return Line(
+                *self._address,
+                self._clock,
+                connect_s=limits.connect_timeout_s,
+                timeout_s=limits.timeout_s,
+            )
         except (OSError, UnicodeError) as error:  # the latter: a host's name that can't be one
             raise AskClient(f"cannot connect: {type(error).__name__}") from None

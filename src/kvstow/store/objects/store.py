@@ -19,7 +19,13 @@ from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
 from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Outcome
-from kvstow.store.objects.clients import NO_SUCH_PLACE, as_store_error, code_of, open_client, status_of
+from kvstow.store.objects.clients import (
+    NO_SUCH_PLACE,
+    as_store_error,
+    code_of,
+    open_client,
+    status_of,
+)
 from kvstow.store.objects.line import AskClient
 from kvstow.store.objects.options import ObjectsOptions
 from kvstow.store.objects.plain import Plain, goes_plain
@@ -44,7 +50,10 @@ class ObjectsStore:
         self._say = say
         self._client = open_client(options)
         self._plain = Plain(self._client, options, clock) if goes_plain(options) else None
-        self._streams = options.bucket.kind not in ("file", "memory")  # a file's stream is of 8 KiB pieces
+        self._streams = options.bucket.kind not in (
+            "file",
+            "memory",
+        )  # a file's stream is of 8 KiB pieces
         self._loops = _Loops()
         self._lock = threading.Lock()
         self._conditional = True
@@ -54,7 +63,11 @@ class ObjectsStore:
         prefix = self._options.bucket.prefix
         with _faults(), suppress(FileNotFoundError):
             try:
-                obstore.get(self._client, f"{prefix}/kvstow" if prefix else "kvstow", options={"range": (0, 1)})
+                obstore.get(
+                    self._client,
+                    f"{prefix}/kvstow" if prefix else "kvstow",
+                    options={"range": (0, 1)},
+                )
             except FileNotFoundError as error:
                 _still_there(error)
 
@@ -140,7 +153,9 @@ class ObjectsStore:
             plain, self._plain = self._plain, None
         if plain is not None:
             plain.close()
-            self._say(f"signed URLs don't serve ({why}): reading is slower, by the client with signed requests")
+            self._say(
+                f"signed URLs don't serve ({why}): reading is slower, by the client with signed requests"
+            )
 
     def _by_client(self, path: str, buffer: Buffer, limit_s: float | None = None) -> Outcome:
         """The first part's answer says how long the object is, before any of its bytes is taken."""
@@ -187,7 +202,9 @@ class ObjectsStore:
             async with room:
                 target = buffer[at : min(at + size, length)]
                 options: Any = {"range": (at, at + len(target)), **same}
-                part = got if not at else await obstore.get_async(self._client, path, options=options)
+                part = (
+                    got if not at else await obstore.get_async(self._client, path, options=options)
+                )
                 if self._streams:
                     filled = 0
                     async for piece in part.stream(min_chunk_size=PIECE_BYTES):
@@ -218,7 +235,10 @@ class ObjectsStore:
                 except (AlreadyExistsError, PreconditionError):
                     return REJECTED
                 except BaseError as error:
-                    if not isinstance(error, NotSupportedError) and status_of(error) != NOT_IMPLEMENTED:
+                    if (
+                        not isinstance(error, NotSupportedError)
+                        and status_of(error) != NOT_IMPLEMENTED
+                    ):
                         raise
                     self._without_conditions()
             if self._exists(path):
@@ -230,11 +250,15 @@ class ObjectsStore:
         with self._lock:
             first, self._conditional = self._conditional, False
         if first:
-            self._say("the store has no conditional writes: of two engines that write a chunk at once the later wins")
+            self._say(
+                "the store has no conditional writes: of two engines that write a chunk at once the later wins"
+            )
 
     # --- many requests at once ------------------------------------------------------------------------------------
 
-    def _together(self, works: Sequence[Coroutine[Any, Any, R]], limit_s: float | None = None) -> list[R]:
+    def _together(
+        self, works: Sequence[Coroutine[Any, Any, R]], limit_s: float | None = None
+    ) -> list[R]:
         """In the calling thread, at most ``parallel`` under way, all within ``limit_s``, or the call's limit."""
         room = asyncio.Semaphore(self._options.parallel)
 
@@ -320,4 +344,6 @@ def _faults() -> Iterator[None]:
     except TimeoutError as error:
         raise StoreUnavailable("no answer in time") from error
     except (BaseError, OSError) as error:
-        raise as_store_error(error) from error.with_traceback(None)  # obstore keeps it a while, and with it the buffers
+        raise as_store_error(error) from error.with_traceback(
+            None
+        )  # obstore keeps it a while, and with it the buffers

@@ -3,6 +3,12 @@
 Importing this package needs no client library; ``kvstow.store.redis.store`` needs redis-py.
 """
 
-from kvstow.store.redis.options import MAX_PART_BYTES, MIN_PART_BYTES, RedisOptions, Tls, parse_address
+from kvstow.store.redis.options import (
+    MAX_PART_BYTES,
+    MIN_PART_BYTES,
+    RedisOptions,
+    Tls,
+    parse_address,
+)
 
 __all__ = ["MAX_PART_BYTES", "MIN_PART_BYTES", "RedisOptions", "Tls", "parse_address"]

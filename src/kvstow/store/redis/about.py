@@ -55,10 +55,14 @@ def _told(servers: Servers, name: bytes, links: Links) -> dict[str, str]:
     """INFO; empty where the user may not ask."""
     try:
         with Session(servers, links) as session:
-            replies = session.ask([name], [("INFO", "server")]) + session.ask([name], [("INFO", "memory")])
+            replies = session.ask([name], [("INFO", "server")]) + session.ask(
+                [name], [("INFO", "memory")]
+            )
     except ResponseError:
         return {}
-    text = b"\n".join(reply for reply in replies if isinstance(reply, bytes)).decode(errors="replace")
+    text = b"\n".join(reply for reply in replies if isinstance(reply, bytes)).decode(
+        errors="replace"
+    )
     pairs = (line.strip().partition(":") for line in text.splitlines())
     return {field: value for field, colon, value in pairs if colon}
 

@@ -37,7 +37,9 @@ class Envelope(NamedTuple):
     write_id: bytes = bytes(WRITE_ID_BYTES)
 
     def pack(self) -> bytes:
-        return ENVELOPE.pack(MAGIC, PARTS if self.parts else WHOLE, self.parts, self.length, self.write_id)
+        return ENVELOPE.pack(
+            MAGIC, PARTS if self.parts else WHOLE, self.parts, self.length, self.write_id
+        )
 
     def names(self, name: bytes) -> list[bytes]:
         """Of its parts."""

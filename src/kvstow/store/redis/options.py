@@ -74,7 +74,9 @@ def parse_address(url: str, topology: Topology = "single") -> Address:
     if parts.scheme not in SCHEMES:
         raise ValueError("expected a URL that begins with redis://, rediss:// or unix://")
     if parts.fragment or "@" in parts.path + parts.query:
-        raise ValueError("user and password must be percent-encoded: / is %2F, ? is %3F, # is %23, @ is %40")
+        raise ValueError(
+            "user and password must be percent-encoded: / is %2F, ? is %3F, # is %23, @ is %40"
+        )
     userinfo, at, hosts = parts.netloc.rpartition("@")
     if "@" in userinfo:
         raise ValueError("user and password must be percent-encoded: @ is %40")
@@ -83,7 +85,9 @@ def parse_address(url: str, topology: Topology = "single") -> Address:
     if parts.scheme == "unix":
         return _unix(parts, hosts, topology, *as_whom)
     if parts.query:
-        raise ValueError("a redis:// URL has no parameters after ?: there are settings for what they would say")
+        raise ValueError(
+            "a redis:// URL has no parameters after ?: there are settings for what they would say"
+        )
     number = parts.path.strip("/")
     if number and not number.isdecimal():
         raise ValueError("expected a database number after the host")
@@ -97,7 +101,9 @@ def parse_address(url: str, topology: Topology = "single") -> Address:
     return Address(places, None, parts.scheme == "rediss", *as_whom, db)
 
 
-def _unix(parts: SplitResult, host: str, topology: Topology, username: str | None, password: str | None) -> Address:
+def _unix(
+    parts: SplitResult, host: str, topology: Topology, username: str | None, password: str | None
+) -> Address:
     if topology != "single":
         raise ValueError("a Unix socket is one server: topology must be single")
     if host or len(parts.path) < 2:
@@ -116,5 +122,7 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     except ValueError:
         host, port = None, None
     if not host or (":" in host and not text.startswith("[")):
-        raise ValueError("expected a host name, an IPv4 address or an IPv6 address in brackets, and a port up to 65535")
+        raise ValueError(
+            "expected a host name, an IPv4 address or an IPv6 address in brackets, and a port up to 65535"
+        )
     return host, default_port if port is None else port

@@ -23,7 +23,12 @@ class Root:
     """``about``: all but the root, as a digest; ``word``: the root. ``differs`` hears, once, of another's word."""
 
     def __init__(
-        self, prefix: bytes, about: str, word: str, clock: Clock, differs: Callable[[bytes, str], None]
+        self,
+        prefix: bytes,
+        about: str,
+        word: str,
+        clock: Clock,
+        differs: Callable[[bytes, str], None],
     ) -> None:
         self.name = b"%sroot:%s" % (prefix, about.encode())
         self._word = word.encode()

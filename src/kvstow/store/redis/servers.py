@@ -25,7 +25,9 @@ def sensible(who: str) -> Iterator[None]:
     try:
         yield
     except NONSENSE as error:
-        raise redis.exceptions.ConnectionError(f"{who} said what is no answer ({type(error).__name__})") from error
+        raise redis.exceptions.ConnectionError(
+            f"{who} said what is no answer ({type(error).__name__})"
+        ) from error
 
 
 class Servers(Protocol):
@@ -55,12 +57,19 @@ def open_servers(options: RedisOptions) -> Servers:
     address, arguments = options.address, _connection_arguments(options)
     if address.path is not None:
         return _Pool(
-            ConnectionPool(connection_class=UnixDomainSocketConnection, path=address.path, db=address.db, **arguments)
+            ConnectionPool(
+                connection_class=UnixDomainSocketConnection,
+                path=address.path,
+                db=address.db,
+                **arguments,
+            )
         )
     [(host, port)] = address.hosts
     kind = SSLConnection if address.tls else Connection
     arguments |= _tls_arguments(options)
-    return _Pool(ConnectionPool(connection_class=kind, host=host, port=port, db=address.db, **arguments))
+    return _Pool(
+        ConnectionPool(connection_class=kind, host=host, port=port, db=address.db, **arguments)
+    )
 
 
 def _connection_arguments(options: RedisOptions) -> dict[str, Any]:
@@ -91,8 +100,14 @@ def _sentinel_pool(options: RedisOptions) -> ConnectionPool:
     tls = {"ssl": True, **_tls_arguments(options)} if address.tls else {}
     data = {**_connection_arguments(options), **tls, "db": address.db}
     own = {"username": options.sentinel_username, "password": options.sentinel_password}
-    sentinel = _Sentinels(list(address.hosts), sentinel_kwargs={**_connection_arguments(options), **tls, **own}, **data)
-    return SentinelConnectionPool(options.service, sentinel, is_master=True, **sentinel.connection_kwargs)
+    sentinel = _Sentinels(
+        list(address.hosts),
+        sentinel_kwargs={**_connection_arguments(options), **tls, **own},
+        **data,
+    )
+    return SentinelConnectionPool(
+        options.service, sentinel, is_master=True, **sentinel.connection_kwargs
+    )
 
 
 class _Sentinels(Sentinel):  # type: ignore[misc, unused-ignore]
@@ -101,7 +116,9 @@ class _Sentinels(Sentinel):  # type: ignore[misc, unused-ignore]
         try:
             return super().discover_master(service_name)
         except MasterNotFoundError:
-            raise MasterNotFoundError(f"no Sentinel that answers names a master {service_name!r}") from None
+            raise MasterNotFoundError(
+                f"no Sentinel that answers names a master {service_name!r}"
+            ) from None
 
 
 class _Pool:

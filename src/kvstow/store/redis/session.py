@@ -39,7 +39,15 @@ TRANSIENT: Final = (
     redis.exceptions.TryAgainError,
     redis.exceptions.MasterDownError,
 )
-TRANSIENT_CODES: Final = ("MISCONF", "NOREPLICAS", "BUSY", "LOADING", "UNKILLABLE", "CLUSTERDOWN", "MASTERDOWN")
+TRANSIENT_CODES: Final = (
+    "MISCONF",
+    "NOREPLICAS",
+    "BUSY",
+    "LOADING",
+    "UNKILLABLE",
+    "CLUSTERDOWN",
+    "MASTERDOWN",
+)
 
 
 class ServerFull(StoreUnavailable):
@@ -53,9 +61,15 @@ def as_store_error(error: Exception) -> StoreError:
     if isinstance(error, OutOfMemoryError):
         return ServerFull(text)
     if "invalid bulk length" in text:
-        return StoreRefused(f"larger than the server's proto-max-bulk-len: set redis.part_size lower ({text})")
+        return StoreRefused(
+            f"larger than the server's proto-max-bulk-len: set redis.part_size lower ({text})"
+        )
     transient = isinstance(error, TRANSIENT) or str(error).startswith(TRANSIENT_CODES)
-    return StoreRefused(text) if isinstance(error, ResponseError) and not transient else StoreUnavailable(text)
+    return (
+        StoreRefused(text)
+        if isinstance(error, ResponseError) and not transient
+        else StoreUnavailable(text)
+    )
 
 
 def answer(take: Callable[[], R], wrong_type: W) -> R | W | AskError:
@@ -68,7 +82,9 @@ def answer(take: Callable[[], R], wrong_type: W) -> R | W | AskError:
     except AskError as error:
         return error
     except ResponseError as error:
-        if str(error).startswith("WRONGTYPE"):  # a name of ours is a list, a set, …: somebody else's
+        if str(error).startswith(
+            "WRONGTYPE"
+        ):  # a name of ours is a list, a set, …: somebody else's
             return wrong_type
         raise
 
@@ -165,7 +181,9 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         for link in self._links.values():
             self._free.give_back(link, clean=kind is None)
 

@@ -46,7 +46,9 @@ R = TypeVar("R")
 REDIRECTS: Final = 2
 ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 UNFINISHED_MS: Final = 600_000  # parts whose envelope never comes go away by themselves
-WINDOW_BYTES: Final = 64 << 20  # asked for at once: the server keeps what we haven't taken yet in its memory
+WINDOW_BYTES: Final = (
+    64 << 20
+)  # asked for at once: the server keeps what we haven't taken yet in its memory
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 30.0
 
@@ -59,7 +61,9 @@ class SetOptions(NamedTuple):
 
     @classmethod
     def of(cls, *options: bytes) -> SetOptions:
-        return cls(3 + len(options), b"".join(b"\r\n$%d\r\n%s" % (len(o), o) for o in options) + b"\r\n")
+        return cls(
+            3 + len(options), b"".join(b"\r\n$%d\r\n%s" % (len(o), o) for o in options) + b"\r\n"
+        )
 
 
 UNFINISHED: Final = SetOptions.of(b"PX", b"%d" % UNFINISHED_MS)
@@ -99,7 +103,9 @@ class RedisStore:
         self._servers = open_servers(options)
         self._links = Links(clock, options.timeout_s)
         self._fullness = Fullness(clock)
-        self._lifetime: tuple[bytes, ...] = (b"PX", b"%d" % (options.ttl_s * 1000)) if options.ttl_s else ()
+        self._lifetime: tuple[bytes, ...] = (
+            (b"PX", b"%d" % (options.ttl_s * 1000)) if options.ttl_s else ()
+        )
         self._if_new = SetOptions.of(b"NX", *self._lifetime)
 
     def ping(self) -> None:
@@ -163,8 +169,15 @@ class RedisStore:
             self._root.renew(session)
         heads = session.ask(names, [_head(name) for name in names])
         envelopes = [unpack(head) for head in heads]
-        parts = [p for name, e in zip(names, envelopes, strict=True) if e is not None for p in e.names(name)]
-        there = dict(zip(parts, session.ask(parts, [("TOUCH", part) for part in parts]), strict=True))
+        parts = [
+            p
+            for name, e in zip(names, envelopes, strict=True)
+            if e is not None
+            for p in e.names(name)
+        ]
+        there = dict(
+            zip(parts, session.ask(parts, [("TOUCH", part) for part in parts]), strict=True)
+        )
         return [
             e is not None and all(there[part] for part in e.names(name))
             for name, e in zip(names, envelopes, strict=True)
@@ -193,7 +206,9 @@ class RedisStore:
             outcomes.append(MISSING if isinstance(got, AskError) else got)
         return outcomes
 
-    def _read_parts(self, session: Session, name: bytes, envelope: Envelope, buffer: Buffer) -> Outcome:
+    def _read_parts(
+        self, session: Session, name: bytes, envelope: Envelope, buffer: Buffer
+    ) -> Outcome:
         """All are asked for before the first is taken."""
         if envelope.length > len(buffer):
             return REJECTED
@@ -222,7 +237,9 @@ class RedisStore:
             got = _take_part(wire, buffer[at : envelope.length], passing)
             if isinstance(got, AskError):
                 there = _asked(session, got, part)
-                got = 0 if there is None else _take_part(there, buffer[at : envelope.length], passing)
+                got = (
+                    0 if there is None else _take_part(there, buffer[at : envelope.length], passing)
+                )
             if isinstance(got, AskError) or not got:
                 return MISSING
             at += got
@@ -237,7 +254,9 @@ class RedisStore:
         count = -(-length // self._options.part_bytes) if length > self._options.part_bytes else 0
         if count > MAX_PARTS:
             return REJECTED
-        envelope = Envelope(length, count, os.urandom(WRITE_ID_BYTES)) if count else Envelope(length)
+        envelope = (
+            Envelope(length, count, os.urandom(WRITE_ID_BYTES)) if count else Envelope(length)
+        )
         write = self._write_parts if count else self._write_whole
         try:
             stored = self._call(partial(write, name, envelope, spans))
@@ -250,15 +269,21 @@ class RedisStore:
         self._fullness.took()
         return Done(length) if stored else REJECTED
 
-    def _write_whole(self, name: bytes, envelope: Envelope, spans: Sequence[Buffer], session: Session) -> bool:
+    def _write_whole(
+        self, name: bytes, envelope: Envelope, spans: Sequence[Buffer], session: Session
+    ) -> bool:
         return self._set(session, name, envelope.pack(), spans, self._if_new)
 
-    def _write_parts(self, name: bytes, envelope: Envelope, spans: Sequence[Buffer], session: Session) -> bool:
+    def _write_parts(
+        self, name: bytes, envelope: Envelope, spans: Sequence[Buffer], session: Session
+    ) -> bool:
         """The envelope last. Until then the parts have a lifetime, so that those of a dead writer go away."""
         if session.ask([name], [("EXISTS", name)]) == [1]:
             return False
         names = envelope.names(name)
-        for i, (part, length) in enumerate(zip(names, envelope.part_lengths(self._options.part_bytes), strict=True)):
+        for i, (part, length) in enumerate(
+            zip(names, envelope.part_lengths(self._options.part_bytes), strict=True)
+        ):
             pieces = cut(spans, i * self._options.part_bytes, length)
             self._set(session, part, b"", pieces, UNFINISHED)
         [stored] = session.ask([name], [("SET", name, envelope.pack(), "NX", *self._lifetime)])
@@ -266,7 +291,10 @@ class RedisStore:
             session.ask(names, [("UNLINK", part) for part in names])
             return False
         ttl_s = self._options.ttl_s
-        session.ask(names, [("PEXPIRE", part, ttl_s * 1000) if ttl_s else ("PERSIST", part) for part in names])
+        session.ask(
+            names,
+            [("PEXPIRE", part, ttl_s * 1000) if ttl_s else ("PERSIST", part) for part in names],
+        )
         return True
 
     @staticmethod
@@ -275,7 +303,13 @@ class RedisStore:
     ) -> bool:
         """False: it is there already."""
         size = len(begins) + sum(map(len, spans))
-        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n%s" % (options.words, len(name), name, size, begins)
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n%s" % (
+            options.words,
+            len(name),
+            name,
+            size,
+            begins,
+        )
         wire = session.link(name).wire
         try:
             wire.begin()
@@ -311,7 +345,12 @@ class RedisStore:
         ]
         taken = session.ask(names, remove)
         ends = [unpack(value) for value in taken]
-        parts = [part for name, e in zip(names, ends, strict=True) if e is not None for part in e.names(name)]
+        parts = [
+            part
+            for name, e in zip(names, ends, strict=True)
+            if e is not None
+            for part in e.names(name)
+        ]
         session.ask(parts, [("UNLINK", part) for part in parts])
 
 

@@ -20,10 +20,14 @@ from kvstow.layout import HEADER_BYTES
 from kvstow.runtime import Clock
 from kvstow.store.base import Buffer
 
-HEAD_BYTES: Final = 512  # the most of a value that is copied, because it came with the head of its reply
+HEAD_BYTES: Final = (
+    512  # the most of a value that is copied, because it came with the head of its reply
+)
 SKIP_BYTES: Final = 64 << 10
 LARGE_BYTES: Final = 128 << 10
-PIECE_BYTES: Final = 1 << 20  # of a large value, taken by one call of the system, and in the cache when it returns
+PIECE_BYTES: Final = (
+    1 << 20
+)  # of a large value, taken by one call of the system, and in the cache when it returns
 LONGEST_LINE: Final = 4096
 LONGEST_VALUE: Final = 512 << 20  # no server keeps longer ones
 LONGEST_NUMBER: Final = 20
@@ -59,7 +63,11 @@ class Wire:
     """
 
     def __init__(
-        self, sock: socket.socket, parse_error: Callable[[str], Exception], clock: Clock, timeout_s: float
+        self,
+        sock: socket.socket,
+        parse_error: Callable[[str], Exception],
+        clock: Clock,
+        timeout_s: float,
     ) -> None:
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
@@ -101,7 +109,14 @@ class Wire:
     def get(self, names: Sequence[bytes], before: bytes = b"") -> None:
         """Ask for these values; their replies are still to be taken, behind that of what goes ``before``."""
         self.begin()
-        self._send([before + b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names)])
+        self._send(
+            [
+                before
+                + b"".join(
+                    b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names
+                )
+            ]
+        )
 
     def _send(self, buffers: Sequence[Buffer | bytes]) -> None:
         if self._tls:  # it has no sendmsg
