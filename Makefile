@@ -20,7 +20,7 @@ test:  ## all tests, with vLLM 0.32 and the contract subset with vLLM 0.30
 	@$(ENV) contract
 	@scripts/test.sh $(ARGS)
 
-check:  ## ruff, mypy, import contracts, banned names, size budgets
+check:  ## ruff, mypy, import contracts, banned names, sizes of files
 	@$(ENV) test
 	@scripts/check.sh
 

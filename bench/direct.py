@@ -27,18 +27,18 @@ from rich.table import Table
 import bench.disk
 from bench.report import OUT, command
 from kvstow import build
+from kvstow.cache import Cache
 from kvstow.device.base import KVSpec, Transfer
 from kvstow.device.cpu import CpuDevice
 from kvstow.direct.base import Extent, Media
 from kvstow.direct.geometry import DirectRef
-from kvstow.engine import Engine
-from kvstow.hostmem import populate
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
+from kvstow.pool.hostmem import populate
+from kvstow.pool.slots import Lease
 from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.settings import Direct, Settings
-from kvstow.slots import Lease
 from kvstow.vllm.direct import DirectDevice, open_direct
 
 CHUNKS: Final = 64
@@ -74,7 +74,7 @@ class Subject:
             direct=Direct(engine="file", path=(str(folder),), size=size, threads=DEPTH)
         )
         self.ref: DirectRef
-        self.engine: Engine
+        self.engine: Cache
         _, self.ref, self.engine = build.build_direct(
             settings,
             self.layout,

@@ -24,14 +24,14 @@ from rich.table import Table
 
 from bench.report import OUT, command
 from kvstow import frame
-from kvstow.hostmem import HostMemory
+from kvstow.backends.base import Done
+from kvstow.backends.disk import DiskOptions, DiskStore
+from kvstow.backends.disk.names import chunk_path
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import GroupLayout
-from kvstow.policy.lru import LRU
+from kvstow.pool.hostmem import HostMemory
+from kvstow.pool.policy.lru import LRU
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.store.base import Done
-from kvstow.store.disk import DiskOptions, DiskStore
-from kvstow.store.disk.names import chunk_path
 
 CHUNK_BYTES: Final = 4 << 20
 CHUNKS: Final = 64

@@ -30,8 +30,8 @@ from rich.table import Table
 from bench.disk import DEPTH, GROUP, Frames, open_store
 from bench.report import OUT, finish, options
 from kvstow import frame
+from kvstow.backends.base import Done
 from kvstow.runtime import ThreadExecutor
-from kvstow.store.base import Done
 
 THREADS: Final = 2
 MOST_THREADS: Final = DEPTH

@@ -18,8 +18,8 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from bench.side import connector_around, scheduler_side
-from kvstow.testing.sim_requests import SimNew, SimRequest
 from kvstow.vllm.metadata import JobReport, StepMeta, WorkerMeta
+from tests.rigs.sim_requests import SimNew, SimRequest
 
 REQUESTS = 256
 BLOCK_TOKENS = 16  # one block a chunk: 16 of 256 requests finish one in every step

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.side import connector_around, scheduler_side
 from kvstow.key import chunk_keys
-from kvstow.testing.sim_requests import SimRequest
+from tests.rigs.sim_requests import SimRequest
 
 CHUNKS = 1000
 BLOCKS_PER_CHUNK = 2

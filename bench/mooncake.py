@@ -17,7 +17,7 @@ from typing import Any, Final
 from bench.over_client import ROUND_BYTES, Client, compare, table
 from bench.report import command
 from kvstow.runtime import SystemClock
-from kvstow.testing.mooncake_server import MooncakeServer, missing, quiet
+from tests.rigs.mooncake_server import MooncakeServer, missing, quiet
 
 ROUNDS: Final = 7
 
@@ -47,9 +47,9 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
     if (why := missing()) is not None:
         return {"mooncake": {"skipped": why}}
     quiet()
-    from kvstow.store.mooncake.connect import connect, replicas
-    from kvstow.store.mooncake.options import MooncakeOptions
-    from kvstow.store.mooncake.store import MooncakeStore
+    from kvstow.backends.mooncake.connect import connect, replicas
+    from kvstow.backends.mooncake.options import MooncakeOptions
+    from kvstow.backends.mooncake.store import MooncakeStore
 
     with tempfile.TemporaryDirectory() as folder:
         server = MooncakeServer(Path(folder), 4 * ROUND_BYTES).start()

@@ -1,6 +1,6 @@
 """The object store tier against its client alone, moving the same bytes with the same store; medians.
 
-The store is a fast fake one on loopback, in its own process (``kvstow.testing.object_server``): a real one would be
+The store is a fast fake one on loopback, in its own process (``tests.rigs.object_server``): a real one would be
 slower, and hide what the tier costs. The client alone is obstore's ``get`` and ``put`` of whole frames, its bytes left
 where it put them. The tier also takes lengths before bytes, puts the bytes into a slot, splits what is larger than
 ``part_size``, and, reading, verifies the frame's checksum.
@@ -48,12 +48,12 @@ class Alone(Client):
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
     """``{"objects": {"get_over_client": ..., "put_over_client": ..., "mib_4": {...}}}``: the least, and each size."""
     try:
-        from kvstow.store.objects.options import ObjectsOptions, parse_url
-        from kvstow.store.objects.store import ObjectsStore
+        from kvstow.backends.objects.options import ObjectsOptions, parse_url
+        from kvstow.backends.objects.store import ObjectsStore
     except ModuleNotFoundError:
         return {"objects": {"skipped": "obstore isn't installed: pip install 'kvstow[objects]'"}}
     os.environ.update(CREDENTIALS)
-    command = [sys.executable, "-m", "kvstow.testing.object_server"]
+    command = [sys.executable, "-m", "tests.rigs.object_server"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{server.stdout.readline().strip()}"

@@ -13,10 +13,10 @@ from typing import Any, Final, Protocol
 from rich.table import Table
 
 from kvstow import frame
+from kvstow.backends.base import Done, Store
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import HEADER_BYTES, GroupLayout
 from kvstow.runtime import ThreadExecutor
-from kvstow.store.base import Done, Store
 
 SIZES_MIB: Final = (1, 4, 32)
 ROUND_BYTES: Final = (

@@ -28,11 +28,11 @@ from bench.over_client import (
 )
 from bench.report import command
 from kvstow import frame
+from kvstow.backends.redis import RedisOptions
+from kvstow.backends.redis.options import parse_address
+from kvstow.backends.redis.store import RedisStore
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.store.redis import RedisOptions
-from kvstow.store.redis.options import parse_address
-from kvstow.store.redis.store import RedisStore
-from kvstow.testing.redis_server import RedisServer, program
+from tests.rigs.redis_server import RedisServer, program
 
 ROUND_BYTES: Final = 256 << 20
 ROUNDS: Final = 15

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstow.engine import Engine
+from kvstow.cache import Cache
 from kvstow.key import Namespace
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
-from kvstow.policy.lru import LRU
-from kvstow.pool import HostPool
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.pool import HostPool
 from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.vllm.connector import KVStowConnector
 from kvstow.vllm.metadata import Mount, WorkerMeta
@@ -26,7 +26,7 @@ def scheduler_side(
     clock, metrics = SystemClock(), Metrics()
     layout = ChunkLayout((GroupLayout(block_tokens, blocks_per_chunk, (BLOCK_BYTES,)),))
     pool = HostPool.create(layout, slots * layout.max_frame_bytes, name="bench")
-    engine = Engine(
+    engine = Cache(
         pool=pool,
         policy=LRU(),
         tiers=(),

@@ -1,6 +1,6 @@
 """TTFT with a lower tier from 50 times faster to 100 times slower than computing, beside the same requests uncached.
 
-On a virtual clock: vLLM's scheduling and the seconds of its steps are simulated (``kvstow.testing.virtual``), kvstow's
+On a virtual clock: vLLM's scheduling and the seconds of its steps are simulated (``tests.rigs.virtual``), kvstow's
 scheduler side and engine are the real ones. So the table is the same on every machine, and no machine's speed.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvstow.testing.memory_store import MemoryStore
-from kvstow.testing.paced import PacedStore
-from kvstow.testing.virtual import BLOCK, TIER, Model, Served, fill, request, virtual_server
+from tests.rigs.paced import PacedStore
+from tests.rigs.virtual import BLOCK, TIER, Model, Served, fill, request, virtual_server
 
 MODEL: Final = Model()
 SPEEDS: Final = (

@@ -29,7 +29,7 @@ from demo.client import Answer, Client
 from demo.progress import step
 from demo.prompt import long_prompt
 from demo.server import KVSTOW, Server, ServerError
-from kvstow.testing.redis_server import RedisServer
+from tests.rigs.redis_server import RedisServer
 
 OUT: Final = Path(__file__).resolve().parent.parent / "out"
 REPEATS: Final = 3

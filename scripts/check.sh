@@ -13,7 +13,7 @@ run format "$bin/ruff" format --check .
 run mypy "$bin/mypy"
 run imports "$bin/lint-imports" --no-logo
 run names "$bin/python" scripts/check_names.py
-run budgets "$bin/python" scripts/budgets.py
+run sizes "$bin/python" scripts/sizes.py
 if ((${#failed[@]})); then
     echo "check failed: ${failed[*]}" >&2
     exit 1

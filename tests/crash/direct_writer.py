@@ -10,17 +10,17 @@ import random
 import sys
 
 from kvstow import build
+from kvstow.cache import Cache
 from kvstow.direct.base import Extent
 from kvstow.direct.extents import Extents
 from kvstow.direct.file import FileMedia
-from kvstow.engine import Engine
 from kvstow.errors import KVStowError
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
+from kvstow.pool.slots import Lease
 from kvstow.runtime import SystemClock
 from kvstow.settings import Direct, Settings
-from kvstow.slots import Lease
 
 CHUNK = 24_000
 KEYS = 400
@@ -45,7 +45,7 @@ class Node:
             direct=Direct(engine="file", path=(path,), size=64 << 20, max_chunks=SLOTS)
         )
         self.extents: Extents
-        self.engine: Engine
+        self.engine: Cache
         self.extents, ref, self.engine = build.build_direct(
             settings,
             LAYOUT,

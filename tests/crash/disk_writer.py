@@ -11,13 +11,13 @@ import mmap
 import random
 import sys
 
+from kvstow.backends.base import Done
+from kvstow.backends.disk import DiskOptions, DiskStore
 from kvstow.cli.data_directory import DataDirectory
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey, Namespace
-from kvstow.policy.lru import LRU
+from kvstow.pool.policy.lru import LRU
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.store.base import Done
-from kvstow.store.disk import DiskOptions, DiskStore
 
 CHUNK = 32 << 10
 KEYS = 600

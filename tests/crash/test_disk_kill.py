@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstow.store.base import Done
+from kvstow.backends.base import Done
 from tests.crash.disk_writer import CHUNK, KEYS, NAMESPACES, key_of, open_store, value_of, wrong
 from tests.store.disks import on_disk, temporaries
 

@@ -12,7 +12,7 @@ from rich.spinner import Spinner
 import demo.__main__ as main
 from demo.client import Answer
 from demo.progress import Line
-from kvstow.testing.redis_server import program
+from tests.rigs.redis_server import program
 
 COLD = Answer("text", 6.0, 7.0, 2469)
 

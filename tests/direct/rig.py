@@ -15,9 +15,9 @@ from kvstow.device.cpu import CpuDevice
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
+from kvstow.pool.slots import Lease
 from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.settings import Direct, Settings
-from kvstow.slots import Lease
 from kvstow.testing.kv_layouts import LAYOUTS, Built, Shape, block_bytes, fill
 from kvstow.vllm.direct import DirectDevice, open_direct
 

@@ -15,10 +15,10 @@ import typer.main
 
 import kvstow.errors
 import kvstow.frame
+from kvstow.backends.base import Store
 from kvstow.cli.main import app
 from kvstow.metrics import METRICS
 from kvstow.settings import leaves, parse, parse_lmcache
-from kvstow.store.base import Store
 from kvstow.testing.store_suite import StoreSuite
 from tests.docs.launches import commands as commands_of
 from tests.docs.pages import (

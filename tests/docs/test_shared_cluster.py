@@ -17,13 +17,13 @@ pytest.importorskip("redis")
 import redis
 
 from kvstow import build
+from kvstow.backends.base import Done
+from kvstow.backends.redis.store import RedisStore
 from kvstow.runtime import SystemClock
 from kvstow.settings import Settings, parse
-from kvstow.store.base import Done
-from kvstow.store.redis.store import RedisStore
-from kvstow.testing.redis_server import HOST, RedisServer, free_port, join_cluster, program, until
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.docs.pages import DOCS, Block, blocks, prose
+from tests.rigs.redis_server import HOST, RedisServer, free_port, join_cluster, program, until
 
 PAGE = DOCS / "how-to" / "shared-cluster.md"
 ADMIN = ("admin", "an-admin-secret")

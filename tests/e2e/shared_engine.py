@@ -29,7 +29,7 @@ def impatient() -> None:
     from kvstow.build import mooncake as build_mooncake
     from kvstow.build import objects as build_objects
     from kvstow.build import redis as build_redis
-    from kvstow.tier import Tier, TierLimits
+    from kvstow.tiers import Tier, TierLimits
 
     def tier(*arguments: Any, limits: TierLimits | None = None, **named: Any) -> Tier:
         return Tier(
@@ -42,7 +42,7 @@ def impatient() -> None:
 
 def vanish_after_existence() -> None:
     """From now on whatever is found to be there is gone when it is read."""
-    from kvstow.store.redis.store import RedisStore
+    from kvstow.backends.redis.store import RedisStore
 
     contains = RedisStore.contains
 

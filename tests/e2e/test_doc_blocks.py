@@ -216,7 +216,7 @@ def test_k6_what_memory_drops_comes_back_from_the_disk_with_the_same_text(folder
 
 @contextlib.contextmanager
 def redis(folder: Path) -> Iterator[str]:
-    from kvstow.testing.redis_server import RedisServer
+    from tests.rigs.redis_server import RedisServer
 
     server = RedisServer(folder / "redis").start()
     try:

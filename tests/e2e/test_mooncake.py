@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvstow.testing.mooncake_server import MooncakeServer, missing
 from tests.e2e.engine_process import (
     ALL_TOKENS,
     CHUNKS,
@@ -20,6 +19,7 @@ from tests.e2e.engine_process import (
     tokens,
     told_once,
 )
+from tests.rigs.mooncake_server import MooncakeServer, missing
 
 pytestmark = [
     pytest.mark.e2e,

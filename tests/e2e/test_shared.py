@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("redis")
 
-from kvstow.testing.redis_server import RedisServer, program
 from tests.e2e.engine_process import (
     ALL_TOKENS,
     CHUNKS,
@@ -24,6 +23,7 @@ from tests.e2e.engine_process import (
     tokens,
     told_once,
 )
+from tests.rigs.redis_server import RedisServer, program
 
 pytestmark = [
     pytest.mark.e2e,

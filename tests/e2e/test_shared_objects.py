@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from kvstow.testing.object_server import ObjectServer, Reply, Request
 from tests.e2e.engine_process import (
     ALL_TOKENS,
     CHUNKS,
@@ -26,6 +25,7 @@ from tests.e2e.engine_process import (
     told_once,
 )
 from tests.e2e.shared_engine import POOL_CHUNKS
+from tests.rigs.object_server import ObjectServer, Reply, Request
 
 pytestmark = [
     pytest.mark.e2e,

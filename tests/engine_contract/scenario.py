@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstow.testing.sim_device import Fails
 from tests.engine_contract.stack import VOCAB, Shape
+from tests.rigs.sim_device import Fails
 
 
 @dataclass

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kvstow.testing.sim_device import Fails
-from kvstow.testing.sim_requests import SimOutput, SimRequest
-from kvstow.testing.simulator import SimRules, Simulator
 from kvstow.vllm.metadata import StepMeta
 from tests.engine_contract.stack import VOCAB, Shape, Stack, build_stack
+from tests.rigs.sim_device import Fails
+from tests.rigs.sim_requests import SimOutput, SimRequest
+from tests.rigs.simulator import SimRules, Simulator
 
 MOST_STEPS = 2000
 

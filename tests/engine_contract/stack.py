@@ -33,20 +33,17 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+from kvstow.cache import Cache
 from kvstow.device.cpu import CpuDevice
-from kvstow.engine import Engine
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics, merge
-from kvstow.policy.lru import LRU
-from kvstow.pool import HostPool
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.pool import HostPool
 from kvstow.testing.faults import FaultStore
 from kvstow.testing.manual import ManualClock, ManualExecutor
 from kvstow.testing.memory_store import MemoryStore
-from kvstow.testing.sim_device import Fails, WatchedDevice
-from kvstow.testing.sim_pages import HEAD_SIZE, Pages
-from kvstow.testing.sim_worker import RunnerRules, SimWorker
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
 from kvstow.vllm.connector import KVStowConnector
 from kvstow.vllm.groups import device_specs
 from kvstow.vllm.metadata import Mount
@@ -54,6 +51,9 @@ from kvstow.vllm.requests import Rules
 from kvstow.vllm.scheduler import SchedulerSide
 from kvstow.vllm.worker import WorkerSide
 from tests.engine_contract.direct import direct_places
+from tests.rigs.sim_device import Fails, WatchedDevice
+from tests.rigs.sim_pages import HEAD_SIZE, Pages
+from tests.rigs.sim_worker import RunnerRules, SimWorker
 
 LAYERS = 2
 VOCAB = 64
@@ -225,7 +225,7 @@ class Stack:
     copies: list[ManualExecutor]
     background: list[ManualExecutor]
     pool: Any
-    engine: Engine
+    engine: Cache
     side: SchedulerSide
     connector: KVStowConnector
     worker_sides: list[WorkerSide]
@@ -346,7 +346,7 @@ def build_stack(
         tiers.append(Tier("disk", store, disk, layout=layout, clock=clock, metrics=metrics))
     if make_tiers is not None:
         tiers = make_tiers(background, layout=layout, clock=clock, metrics=metrics)
-    engine = Engine(
+    engine = Cache(
         pool=pool,
         policy=policy or LRU(),
         tiers=tiers,

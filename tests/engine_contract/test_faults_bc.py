@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from kvstow.testing.manual import ManualExecutor
-from kvstow.testing.sim_requests import SimRequest
 from kvstow.vllm import fingerprint
 from kvstow.vllm.scheduler import SKIP_LOAD, SKIP_STORE
 from tests.engine_contract.scenario import Traffic
 from tests.engine_contract.sim import Sim, prompt
 from tests.engine_contract.stack import Shape, build_stack, make_request
 from tests.engine_contract.vllm_scheduler import IDLE_STEPS, Driver
+from tests.rigs.sim_requests import SimRequest
 
 
 def adapter(path: Path, weights: bytes | None, name: str = "x") -> Any:

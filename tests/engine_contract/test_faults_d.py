@@ -18,11 +18,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstow.errors import UnsupportedError
-from kvstow.testing.sim_requests import SimBlocks, SimCached, SimNew, SimOutput, SimRequest
 from kvstow.vllm.groups import block_geometry, refuse_unserved_model
 from kvstow.vllm.metadata import JobReport, WorkerMeta
 from tests.engine_contract.sim import Sim, prompt
 from tests.engine_contract.stack import MAX_MODEL_LEN, Shape, kv_cache_config, vllm_config
+from tests.rigs.sim_requests import SimBlocks, SimCached, SimNew, SimOutput, SimRequest
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2, 4])

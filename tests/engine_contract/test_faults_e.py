@@ -10,9 +10,9 @@ import pytest
 from kvstow.device.base import Transfer
 from kvstow.errors import StoreUnavailable
 from kvstow.testing.faults import Fault
-from kvstow.testing.sim_requests import SimRequest
 from tests.engine_contract.sim import Sim, prompt
 from tests.engine_contract.stack import Shape
+from tests.rigs.sim_requests import SimRequest
 
 POINTS = ("answered", "scheduled", "copying", "copied", "reported", "running")
 

@@ -10,8 +10,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from kvstow.backends.disk.names import chunk_path
 from kvstow.key import ChunkKey, Namespace
-from kvstow.store.disk.names import chunk_path
 from kvstow.vllm.requests import Rules, Tracked
 from tests.engine_contract.sim import prompt
 from tests.engine_contract.stack import _hasher

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvstow.testing.memory_store import MemoryStore
-from kvstow.testing.paced import PacedStore
-from kvstow.testing.virtual import (
+from tests.rigs.paced import PacedStore
+from tests.rigs.virtual import (
     BLOCK,
     FRAME_BYTES,
     TIER,

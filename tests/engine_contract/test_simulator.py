@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from kvstow.testing.sim_requests import SimRequest
-from kvstow.testing.simulator import SimRules, Simulator
 from tests.engine_contract.direct import opener
 from tests.engine_contract.scenario import Traffic, random_failures, random_shape
 from tests.engine_contract.seeds import seeds
 from tests.engine_contract.stack import Stack, build_stack
+from tests.rigs.sim_requests import SimRequest
+from tests.rigs.simulator import SimRules, Simulator
 
 REQUESTS = 9
 

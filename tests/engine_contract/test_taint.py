@@ -16,14 +16,14 @@ import pytest
 from kvstow import frame
 from kvstow.testing.manual import ManualExecutor
 from kvstow.testing.memory_store import MemoryStore
-from kvstow.testing.sim_pages import WORDS_PER_TOKEN, Pages, _words_of
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
 from kvstow.vllm.requests import NEVER
 from tests.engine_contract.scenario import Traffic, random_failures, random_shape
 from tests.engine_contract.seeds import seeds
 from tests.engine_contract.sim import prompt
 from tests.engine_contract.stack import Shape
 from tests.engine_contract.vllm_scheduler import Driver
+from tests.rigs.sim_pages import WORDS_PER_TOKEN, Pages, _words_of
 
 REQUESTS = 22
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvstow.testing.faults import unavailable
-from kvstow.testing.sim_requests import SimOutput
 from kvstow.vllm.jobs import JOB_DEADLINE_S
 from kvstow.vllm.metadata import WorkerMeta
 from tests.engine_contract.scenario import Traffic, random_failures, random_shape
@@ -17,6 +16,7 @@ from tests.engine_contract.seeds import seeds
 from tests.engine_contract.sim import prompt
 from tests.engine_contract.stack import Shape
 from tests.engine_contract.vllm_scheduler import Driver
+from tests.rigs.sim_requests import SimOutput
 
 REQUESTS = 22
 

@@ -18,8 +18,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvstow.testing.sim_device import Fails
-from kvstow.testing.sim_worker import RankOutput
 from tests.engine_contract.stack import (
     Shape,
     Stack,
@@ -29,6 +27,8 @@ from tests.engine_contract.stack import (
     sent,
     vllm_config,
 )
+from tests.rigs.sim_device import Fails
+from tests.rigs.sim_worker import RankOutput
 
 IDLE_STEPS = 3000
 

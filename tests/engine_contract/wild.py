@@ -24,25 +24,25 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
+from kvstow.backends.base import REJECTED, Buffer, Done, Outcome
+from kvstow.backends.disk.admission import SecondSight
 from kvstow.build import codec as build_codec
 from kvstow.codec.shape import KVShape
 from kvstow.errors import StoreRefused, StoreUnavailable
+from kvstow.fetch.judge import EXPLORE_LIMIT_S
 from kvstow.key import ChunkKey
-from kvstow.policy.lru import LRU
-from kvstow.policy.s3fifo import S3FIFO
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.policy.s3fifo import S3FIFO
 from kvstow.runtime import Work
-from kvstow.store.base import REJECTED, Buffer, Done, Outcome
-from kvstow.store.disk.admission import SecondSight
 from kvstow.testing.faults import Gate
 from kvstow.testing.manual import ManualExecutor
 from kvstow.testing.memory_store import MemoryStore
-from kvstow.testing.paced import PacedClock, PacedExecutor, PacedStore
-from kvstow.testing.sim_pages import mix
-from kvstow.testing.sim_worker import SimWorker
-from kvstow.tier import Tier, TierLimits
-from kvstow.transfer.judge import EXPLORE_LIMIT_S
+from kvstow.tiers import Tier, TierLimits
 from tests.engine_contract.stack import SAVES_ON_EMPTY, Shape
 from tests.engine_contract.vllm_scheduler import Driver
+from tests.rigs.paced import PacedClock, PacedExecutor, PacedStore
+from tests.rigs.sim_pages import mix
+from tests.rigs.sim_worker import SimWorker
 
 DRAFTS = 3
 HUNG_AFTER_S = 0.5

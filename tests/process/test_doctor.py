@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
-from kvstow import build, hostmem
+from kvstow import build
+from kvstow.backends.objects import ObjectsOptions, parse_url
+from kvstow.backends.redis import RedisOptions, parse_address
 from kvstow.cli import conflicts, main
 from kvstow.cli.doctor import command, disk, host, stored
 from kvstow.cli.doctor.disk import Measured, check_path
@@ -25,13 +27,12 @@ from kvstow.cli.doctor.remote import check_mooncake, check_objects, check_redis
 from kvstow.cli.doctor.result import CORRECT, Result, Status, failed, ok, warning
 from kvstow.cli.doctor.stored import check_stored
 from kvstow.errors import SettingsError
+from kvstow.pool import hostmem
 from kvstow.runtime import SystemClock
 from kvstow.settings import sources
-from kvstow.store.objects import ObjectsOptions, parse_url
-from kvstow.store.redis import RedisOptions, parse_address
-from kvstow.testing.redis_server import RedisServer, free_port, program
 from kvstow.testing.store_suite import make_key
 from tests.process.test_hostmem import makes_huge_pages as kernel_makes_huge_pages
+from tests.rigs.redis_server import RedisServer, free_port, program
 from tests.store.disks import disk as open_disk
 from tests.store.disks import put, tmpfs
 

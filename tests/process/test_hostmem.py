@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstow import hostmem
 from kvstow.errors import UnsupportedError
-from kvstow.hostmem import HostMemory, PoolError, PoolRef, map_memory, populate, reap
+from kvstow.pool import hostmem
+from kvstow.pool.hostmem import HostMemory, PoolError, PoolRef, map_memory, populate, reap
 from kvstow.settings import host_facts
 from kvstow.settings.machine import Holder
 from tests.store.disks import mounted, tmpfs
@@ -34,7 +34,7 @@ KILLS = 5
 CREATE = """
 import json, sys
 from dataclasses import asdict
-from kvstow.hostmem import HostMemory
+from kvstow.pool.hostmem import HostMemory
 size, directory = int(sys.argv[1]), sys.argv[2]
 memory = HostMemory.in_directory(size, "child", directory) if directory else HostMemory.anonymous(size, "kvstow-child")
 memory.view[:5] = b"child"
@@ -44,7 +44,7 @@ sys.stdin.read()
 
 MAP = """
 import json, sys
-from kvstow.hostmem import PoolRef, map_memory
+from kvstow.pool.hostmem import PoolRef, map_memory
 view = map_memory(PoolRef(**json.loads(sys.argv[1])))
 view[5:10] = b"-mate"
 print(bytes(view[:10]).decode(), flush=True)
@@ -55,7 +55,7 @@ print(bytes(view[:10]).decode(), flush=True)
 
 WRITE = """
 import json, os, sys, threading
-from kvstow.hostmem import PoolRef, map_memory
+from kvstow.pool.hostmem import PoolRef, map_memory
 view = map_memory(PoolRef(**json.loads(sys.argv[1])))
 print("writing", flush=True)
 stop = threading.Event()

@@ -27,7 +27,7 @@ extra = {"memory.size": "1MB", "disk.paths": sys.argv[1], "disk.size": "50MB", "
 settings = parse(None, {}, extra).settings
 clock, metrics = SystemClock(), Metrics()
 disk = build.build_disk(settings, LAYOUT, clock=clock, metrics=metrics, describe=lambda _: {}, key=None)
-pool, engine = build.build_engine(settings, LAYOUT, name="quiet", key=None, clock=clock, metrics=metrics, tiers=[disk])
+pool, engine = build.build_cache(settings, LAYOUT, name="quiet", key=None, clock=clock, metrics=metrics, tiers=[disk])
 for i in range(5):
     lease = engine.reserve(key(i), b"", TOKENS)
     fill(lease, key(i))

@@ -8,7 +8,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow.cost import ASSUMED_PREFILL_S, WIN, Costs, Line
+from kvstow.fetch.estimates import ASSUMED_PREFILL_S, WIN, Costs, Line
 from tests.unit.rig import FRAME_BYTES, TOKENS, Rig
 
 seconds = st.one_of(st.just(0.0), st.floats(1e-6, 10.0))

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvstow.cache import Cache
 from kvstow.direct.base import Extent
 from kvstow.direct.extents import REST_S, Extents
 from kvstow.direct.file import FileMedia
 from kvstow.direct.geometry import RECORD_BYTES, SUPERBLOCK_BYTES, Geometry
 from kvstow.direct.table import Table
-from kvstow.engine import Engine
 from kvstow.errors import KVStowError
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ALIGN, ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
-from kvstow.policy.lru import LRU
-from kvstow.slots import Lease
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.slots import Lease
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
 LENGTH = 5000
@@ -58,7 +58,7 @@ class Machine:
         self.executor = ManualExecutor(self.clock, run_in_wait=True)
         table = Table(self.table_fd, self.geometry.slots, self.executor, self.clock)
         self.extents = Extents(self.geometry, LAYOUT, self.clock, preallocated=True, table=table)
-        self.engine = Engine(
+        self.engine = Cache(
             pool=self.extents,
             policy=LRU(),
             tiers=(),

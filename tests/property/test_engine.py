@@ -9,17 +9,17 @@ from collections.abc import Sequence
 import pytest
 
 from kvstow import frame
-from kvstow.engine import Found
+from kvstow.backends.base import Buffer, Done, Outcome
+from kvstow.cache import Found
 from kvstow.errors import StoreUnavailable
 from kvstow.key import ChunkKey
-from kvstow.policy.lru import LRU
-from kvstow.policy.s3fifo import S3FIFO
-from kvstow.pool import Lease
-from kvstow.store.base import Buffer, Done, Outcome
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.policy.s3fifo import S3FIFO
+from kvstow.pool.pool import Lease
 from kvstow.testing.faults import Fault, unavailable
 from kvstow.testing.manual import ManualExecutor
 from kvstow.testing.memory_store import MemoryStore
-from kvstow.tier import TierLimits
+from kvstow.tiers import TierLimits
 from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, Rig, assert_bytes, fill, hit, key, keys
 
 DEADLINE_S = 0.5

@@ -10,17 +10,17 @@ import pytest
 pytest.importorskip("backports.zstd")
 
 from kvstow import frame
+from kvstow.cache import Cache
 from kvstow.codec import choose
-from kvstow.engine import Engine
 from kvstow.errors import FrameError
 from kvstow.key import ChunkKey
 from kvstow.metrics import Metrics
-from kvstow.policy.lru import LRU
-from kvstow.pool import HostPool
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.pool import HostPool
 from kvstow.testing.faults import Fault, FaultStore
 from kvstow.testing.manual import ManualClock, ManualExecutor
 from kvstow.testing.memory_store import MemoryStore
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
 from tests.unit.codec.kv import (
     FRAME_BYTES,
     GROUP,
@@ -62,7 +62,7 @@ class Life:
             )
         ]
         self.pool = HostPool.create(LAYOUT, rng.randint(2, 7) * FRAME_BYTES, name="life")
-        self.engine = Engine(
+        self.engine = Cache(
             pool=self.pool,
             policy=LRU(),
             tiers=self.tiers,

@@ -7,9 +7,9 @@ from typing import Protocol
 import pytest
 
 from kvstow.key import ChunkKey, Namespace
-from kvstow.policy.base import Policy
-from kvstow.policy.lru import LRU
-from kvstow.policy.s3fifo import S3FIFO
+from kvstow.pool.policy.base import Policy
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.policy.s3fifo import S3FIFO
 
 NAMESPACE = Namespace.from_fields({})
 KEYS = [ChunkKey.build(NAMESPACE, 0, i.to_bytes(4, "little")) for i in range(40)]

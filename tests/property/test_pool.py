@@ -10,8 +10,8 @@ import pytest
 
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ChunkLayout, GroupLayout
-from kvstow.policy.lru import LRU
-from kvstow.pool import HostPool, Lease
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.pool import HostPool, Lease
 from kvstow.runtime import ThreadExecutor
 
 LAYOUT = ChunkLayout(

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.base import MISSING, REJECTED, Done, Outcome
 from kvstow.errors import StoreRefused, StoreUnavailable
-from kvstow.store.base import MISSING, REJECTED, Done, Outcome
-from kvstow.store.breaker import Breaker, BreakerState, NotAsked
-from kvstow.store.checked import CheckedStore
-from kvstow.store.limit import WriteLimit
-from kvstow.store.retry import ATTEMPTS, TOTAL_S, Retry
-from kvstow.store.wrapper import Wrapper
 from kvstow.testing.manual import ManualClock
 from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import make_key
+from kvstow.tiers.breaker import Breaker, BreakerState, NotAsked
+from kvstow.tiers.checked import CheckedStore
+from kvstow.tiers.limit import WriteLimit
+from kvstow.tiers.retry import ATTEMPTS, TOTAL_S, Retry
+from kvstow.tiers.store_wrapper import Wrapper
 
 OPEN_S = 10.0
 FAILURES = 3

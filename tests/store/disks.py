@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.base import Done
+from kvstow.backends.disk import DiskOptions, DiskStore
+from kvstow.backends.disk.names import chunk_path
 from kvstow.key import ChunkKey
-from kvstow.policy.lru import LRU
+from kvstow.pool.policy.lru import LRU
 from kvstow.runtime import Clock, SystemClock
-from kvstow.store.base import Done
-from kvstow.store.disk import DiskOptions, DiskStore
-from kvstow.store.disk.names import chunk_path
 from kvstow.testing.store_suite import read_one, value_of, write_one
 
 KIB = 1 << 10

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.mooncake.options import MooncakeOptions
 from kvstow.runtime import SystemClock
-from kvstow.store.mooncake.options import MooncakeOptions
-from kvstow.testing.mooncake_server import missing, quiet
+from tests.rigs.mooncake_server import missing, quiet
 
 
 def need_mooncake() -> None:
@@ -21,8 +21,8 @@ def need_mooncake() -> None:
 
 def open_store(master: str, *, clock: Any = None, **options: Any) -> Any:
     """Connected, as a new engine's store would be; a prefix of its own unless one is given."""
-    from kvstow.store.mooncake.connect import connect, replicas
-    from kvstow.store.mooncake.store import MooncakeStore
+    from kvstow.backends.mooncake.connect import connect, replicas
+    from kvstow.backends.mooncake.store import MooncakeStore
 
     options = {"prefix": f"t{os.urandom(6).hex()}/", "buffer_bytes": 32 << 20, **options}
     own = MooncakeOptions(master, **options)

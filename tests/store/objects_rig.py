@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.objects.options import ObjectsOptions, parse_url
 from kvstow.runtime import SystemClock
-from kvstow.store.objects.options import ObjectsOptions, parse_url
-from kvstow.testing.redis_server import free_port, until
+from tests.rigs.redis_server import free_port, until
 
 HOST = "127.0.0.1"
 BUCKET = "kvstow-test"
@@ -30,7 +30,7 @@ CREDENTIALS = {
 
 def open_store(url: str, *, clock: Any = None, say: Any = None, **options: Any) -> Any:
     """Small parts and short limits, unless told otherwise."""
-    from kvstow.store.objects.store import ObjectsStore
+    from kvstow.backends.objects.store import ObjectsStore
 
     options = {
         "part_bytes": PART_BYTES,

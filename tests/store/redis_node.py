@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstow.engine import Engine, Found
+from kvstow.backends.base import Store
+from kvstow.cache import Cache, Found
 from kvstow.metrics import Metrics, merge
-from kvstow.policy.lru import LRU
-from kvstow.pool import HostPool
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.pool import HostPool
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.store.base import Store
-from kvstow.tier import Tier, TierLimits
+from kvstow.tiers import Tier, TierLimits
 from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, assert_bytes, fill, key, keys
 
 
@@ -28,7 +28,7 @@ class Node:
             limits=TierLimits(breaker_open_s=0.2, **limits),
         )
         self.pool = HostPool.create(LAYOUT, 16 * FRAME_BYTES, name="node")
-        self.engine = Engine(
+        self.engine = Cache(
             pool=self.pool,
             policy=LRU(),
             tiers=[self.tier],

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvstow.backends.redis.options import RedisOptions, Tls, parse_address
+from kvstow.backends.redis.store import RedisStore
 from kvstow.runtime import SystemClock
-from kvstow.store.redis.options import RedisOptions, Tls, parse_address
-from kvstow.store.redis.store import RedisStore
-from kvstow.testing.redis_server import HOST, free_port
+from tests.rigs.redis_server import HOST, free_port
 
 PART_BYTES = 1 << 20
 TLS_HANDSHAKE = b"\x16"

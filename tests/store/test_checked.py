@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Store
 from kvstow.errors import StoreUnavailable
 from kvstow.runtime import ThreadExecutor
-from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Store
-from kvstow.store.checked import CheckedStore, within
 from kvstow.testing.faults import Gate
 from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import StoreSuite, make_key, read_one, write_one
-from kvstow.tier import TierLimits
+from kvstow.tiers import TierLimits
+from kvstow.tiers.checked import CheckedStore, within
 from tests.unit.rig import FRAME_BYTES, MISS0, Rig, hit
 
 

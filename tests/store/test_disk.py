@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvstow.policy.lru import LRU
+from kvstow.backends.base import Store
+from kvstow.backends.disk import DiskOptions, DiskStore
+from kvstow.pool.policy.lru import LRU
 from kvstow.runtime import SystemClock
-from kvstow.store.base import Store
-from kvstow.store.disk import DiskOptions, DiskStore
 from kvstow.testing.store_suite import StoreSuite
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstow.backends.base import MISSING, REJECTED, Done, Store
 from kvstow.errors import StoreUnavailable
 from kvstow.key import Namespace
-from kvstow.store.base import MISSING, REJECTED, Done, Store
 from kvstow.testing.manual import ManualClock
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.store.disks import (

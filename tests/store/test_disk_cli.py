@@ -17,13 +17,13 @@ import pytest
 import typer.testing
 from typer.testing import CliRunner
 
+from kvstow.backends.base import Done
+from kvstow.backends.disk import DiskStore
 from kvstow.cli import app
 from kvstow.cli.disk import _model
 from kvstow.cli.output import measured
 from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
 from kvstow.key import Namespace
-from kvstow.store.base import Done
-from kvstow.store.disk import DiskStore
 from kvstow.testing.store_suite import make_key, write_one
 from tests.store.disks import disk, file_of, keys_held
 from tests.store.test_disk_scrub import GROUP, flip, sealed

@@ -14,18 +14,18 @@ from typer.testing import CliRunner
 pytest.importorskip("backports.zstd")
 
 from kvstow import build
+from kvstow.backends.disk import frame_check
+from kvstow.backends.disk.mount import attach
+from kvstow.backends.disk.scrub import Scrub
+from kvstow.cache import Cache, Found
 from kvstow.cli.main import app
-from kvstow.engine import Engine, Found
 from kvstow.errors import SettingsError, UnsupportedError
 from kvstow.metrics import Metrics, merge
-from kvstow.policy.lru import LRU
-from kvstow.pool import HostPool
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.pool import HostPool
 from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.settings import Settings, parse
-from kvstow.store.disk import frame_check
-from kvstow.store.disk.mount import attach
-from kvstow.store.disk.scrub import Scrub
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
 from tests.store.disks import file_of
 from tests.unit.codec.kv import (
     CODED,
@@ -72,7 +72,7 @@ class Served:
         )
         [self.tier] = tiers
         assert isinstance(self.tier, Tier)
-        self.engine = Engine(
+        self.engine = Cache(
             pool=HostPool.create(LAYOUT, 16 * FRAME_BYTES, name="served"),
             policy=LRU(),
             tiers=tiers,

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.base import MISSING, REJECTED, Done
+from kvstow.backends.disk import files, names
 from kvstow.key import ChunkKey, Namespace
-from kvstow.store.base import MISSING, REJECTED, Done
-from kvstow.store.disk import files, names
 from kvstow.testing.store_suite import NAMESPACE, make_key, read_one, value_of, write_one
 from tests.store.disks import CHUNK, disk, file_of, holds, put, temporaries
 

@@ -15,18 +15,18 @@ from typing import Any, Final
 
 import pytest
 
+from kvstow.backends.base import MISSING, REJECTED, Done
+from kvstow.backends.disk import DiskStore, files
+from kvstow.backends.disk.inside import HUNG_S, Inside
 from kvstow.errors import StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import ThreadExecutor
-from kvstow.store.base import MISSING, REJECTED, Done
-from kvstow.store.breaker import BreakerState
-from kvstow.store.disk import DiskStore, files
-from kvstow.store.disk.inside import HUNG_S, Inside
 from kvstow.testing.manual import ManualClock, ManualExecutor
 from kvstow.testing.store_suite import make_key, value_of, write_one
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
+from kvstow.tiers.breaker import BreakerState
 from tests.store.disks import CHUNK, disk, file_of, holds, put
 
 THREADS: Final = 4

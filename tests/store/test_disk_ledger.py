@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.disk import files, quarantine, volume
+from kvstow.backends.disk import mount as mounts
+from kvstow.backends.disk.ledger import PAGE_BYTES, LedgerGone
+from kvstow.backends.disk.mount import attach
+from kvstow.backends.disk.store import DiskStore
 from kvstow.errors import StoreUnavailable
-from kvstow.store.disk import files, quarantine, volume
-from kvstow.store.disk import mount as mounts
-from kvstow.store.disk.ledger import PAGE_BYTES, LedgerGone
-from kvstow.store.disk.mount import attach
-from kvstow.store.disk.store import DiskStore
 from kvstow.testing.store_suite import make_key
 from tests.store.disks import CHUNK, MIB, disk, file_of, holds, on_disk, put, temporaries
 

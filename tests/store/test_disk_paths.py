@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstow.backends.base import MISSING, REJECTED, Done
+from kvstow.backends.disk import DiskStore
+from kvstow.backends.disk.health import FAILURES, RETRY_S
 from kvstow.errors import StoreUnavailable
-from kvstow.store.base import MISSING, REJECTED, Done
-from kvstow.store.disk import DiskStore
-from kvstow.store.disk.health import FAILURES, RETRY_S
 from kvstow.testing.manual import ManualClock
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.store.disks import CHUNK, MIB, disk, file_of, holds, put, tmpfs

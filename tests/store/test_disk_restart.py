@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from kvstow.backends.base import REJECTED
+from kvstow.backends.disk import ledger, names
+from kvstow.backends.disk.index import Found
+from kvstow.backends.disk.mount import attach
+from kvstow.backends.disk.store import SCAN_EVERY_S
+from kvstow.backends.disk.turn import Turns
+from kvstow.backends.disk.volume import Volume, VolumeLimits
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.store.base import REJECTED
-from kvstow.store.disk import ledger, names
-from kvstow.store.disk.index import Found
-from kvstow.store.disk.mount import attach
-from kvstow.store.disk.store import SCAN_EVERY_S
-from kvstow.store.disk.turn import Turns
-from kvstow.store.disk.volume import Volume, VolumeLimits
 from kvstow.testing.manual import ManualClock
 from kvstow.testing.store_suite import make_key, value_of, write_one
 from tests.store.disks import (

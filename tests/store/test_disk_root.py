@@ -17,15 +17,15 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstow import build
+from kvstow.backends.disk import DiskStore, names
+from kvstow.backends.disk.remove import KEPT_EMPTY_S
+from kvstow.backends.disk.volume import Volume
 from kvstow.cli import app
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import Settings, parse
-from kvstow.store.disk import DiskStore, names
-from kvstow.store.disk.remove import KEPT_EMPTY_S
-from kvstow.store.disk.volume import Volume
 from tests.store.disks import disk, holds, on_disk, put
 
 LAYOUT = build.chunk_layout(Settings(), 16, [8192])

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from kvstow import frame
+from kvstow.backends.base import REJECTED, Done
+from kvstow.backends.disk import DiskStore
+from kvstow.backends.disk.admission import SecondSight
+from kvstow.backends.disk.check import Read, frame_check
+from kvstow.backends.disk.mount import attach
+from kvstow.backends.disk.scrub import Scrub
 from kvstow.errors import FrameError
 from kvstow.key import ChunkKey
 from kvstow.layout import GroupLayout
-from kvstow.store.base import REJECTED, Done
-from kvstow.store.disk import DiskStore
-from kvstow.store.disk.admission import SecondSight
-from kvstow.store.disk.check import Read, frame_check
-from kvstow.store.disk.mount import attach
-from kvstow.store.disk.scrub import Scrub
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.store.disks import CHUNK, disk, file_of, holds, keys_held, put
 

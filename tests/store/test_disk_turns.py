@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvstow.store.base import MISSING, Done
-from kvstow.store.disk import turn
-from kvstow.store.disk.turn import Turns
+from kvstow.backends.base import MISSING, Done
+from kvstow.backends.disk import turn
+from kvstow.backends.disk.turn import Turns
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.store.disks import CHUNK, disk, put
 
@@ -21,7 +21,7 @@ from tests.store.disks import CHUNK, disk, put
 def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     """That of all stores which the test makes."""
     one = Turns()
-    monkeypatch.setattr("kvstow.store.disk.store.Turns", lambda: one)
+    monkeypatch.setattr("kvstow.backends.disk.store.Turns", lambda: one)
     return one
 
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from kvstow import frame
-from kvstow.engine import Engine, Found
+from kvstow.backends.base import Done
+from kvstow.cache import Cache, Found
 from kvstow.metrics import Metrics
-from kvstow.policy.lru import LRU
-from kvstow.pool import HostPool
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.pool import HostPool
 from kvstow.runtime import Clock, SystemClock, ThreadExecutor
-from kvstow.store.base import Done
 from kvstow.testing.faults import Fault, Gate
 from kvstow.testing.file_store import FileStore
 from kvstow.testing.manual import ManualClock
-from kvstow.tier import Tier, TierLimits
+from kvstow.tiers import Tier, TierLimits
 from tests.unit.rig import FRAME_BYTES, LAYOUT, MISS0, TOKENS, Rig, fill, hit, key, keys
 
 CHUNKS = range(12)
@@ -34,7 +34,7 @@ class Served:
         self.sealer = ThreadExecutor("sealer")
         executor = ThreadExecutor("files", threads=2)
         self.tier = Tier("files", store, executor, layout=LAYOUT, clock=clock, metrics=metrics)
-        self.engine = Engine(
+        self.engine = Cache(
             pool=HostPool.create(LAYOUT, 24 * FRAME_BYTES, name="served"),
             policy=LRU(),
             tiers=[self.tier],

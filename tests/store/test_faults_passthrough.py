@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstow.backends.base import Done, Store
 from kvstow.errors import StoreUnavailable
-from kvstow.store.base import Done, Store
 from kvstow.testing.faults import Fault, FaultStore, Gate, unavailable
 from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import StoreSuite, make_key, read_one, write_one

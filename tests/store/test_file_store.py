@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstow.backends.base import Store
 from kvstow.errors import StoreUnavailable
-from kvstow.store.base import Store
 from kvstow.testing.file_store import FileStore
 from kvstow.testing.store_suite import StoreSuite, make_key, read_one, write_one
 

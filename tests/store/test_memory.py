@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from kvstow.store.base import REJECTED, Done, Store
+from kvstow.backends.base import REJECTED, Done, Store
 from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import StoreSuite, make_key, write_one
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvstow.hostmem import HostMemory
+from kvstow.backends.base import REJECTED, Buffer, Done, Outcome, Store
+from kvstow.backends.mooncake.listen import listening
+from kvstow.backends.mooncake.options import PORTS
 from kvstow.key import ChunkKey
-from kvstow.store.base import REJECTED, Buffer, Done, Outcome, Store
-from kvstow.store.mooncake.listen import listening
-from kvstow.store.mooncake.options import PORTS
-from kvstow.testing.mooncake_server import MooncakeServer
+from kvstow.pool.hostmem import HostMemory
 from kvstow.testing.store_suite import StoreSuite, make_key, read_one, value_of, write_one
+from tests.rigs.mooncake_server import MooncakeServer
 from tests.store.mooncake_rig import need_mooncake, open_store
 from tests.store.test_mooncake_listen import lets_in, own_address
 
@@ -44,7 +44,7 @@ def shared(server: MooncakeServer) -> Iterator[Any]:
 
 def another(store: Any) -> Any:
     """A store over the same client, under a prefix of its own; closing it leaves the client open."""
-    from kvstow.store.mooncake.store import MooncakeStore
+    from kvstow.backends.mooncake.store import MooncakeStore
 
     store.ping()
     mine = MooncakeStore(
@@ -200,7 +200,7 @@ def test_its_client_lets_in_nobody_from_beyond_the_address_that_others_are_told(
 def test_the_ports_are_told_and_those_that_are_not_found(
     shared: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvstow.store.mooncake.connect import _narrow
+    from kvstow.backends.mooncake.connect import _narrow
 
     store = another(shared)
     ports = sorted(listener.port for listener in listening().values())

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.base import MISSING, REJECTED, Done
 from kvstow.errors import StoreUnavailable
-from kvstow.store.base import MISSING, REJECTED, Done
 from kvstow.testing.manual import ManualClock
-from kvstow.testing.mooncake_server import MooncakeServer
-from kvstow.testing.redis_server import free_port, until
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
+from tests.rigs.mooncake_server import MooncakeServer
+from tests.rigs.redis_server import free_port, until
 from tests.store.mooncake_rig import need_mooncake, open_store
 from tests.store.test_redis_faults import Node
 from tests.unit.rig import key

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstow.store.mooncake.listen import Listening, listening, only_to
+from kvstow.backends.mooncake.listen import Listening, listening, only_to
 
 ANSWER_S = 0.3  # what is dropped isn't answered; on one host all else is, at once
 
@@ -119,7 +119,7 @@ def test_no_descriptor_changes_whether_it_blocks(
 def test_a_kernel_that_cannot_is_an_error(
     before: dict[int, Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstow.store.mooncake.listen.SO_ATTACH_FILTER", 9999)
+    monkeypatch.setattr("kvstow.backends.mooncake.listen.SO_ATTACH_FILTER", 9999)
     with (
         socket.create_server(("0.0.0.0", 0)) as server,
         pytest.raises(OSError, match="SO_ATTACH_FILTER"),

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import pytest
 
+from kvstow.backends.base import Done, Store
+from kvstow.backends.objects.options import parse_url
 from kvstow.errors import StoreUnavailable
-from kvstow.store.base import Done, Store
-from kvstow.store.objects.options import parse_url
-from kvstow.testing.object_server import ObjectServer
 from kvstow.testing.store_suite import StoreSuite, make_key, read_one, value_of, write_one
+from tests.rigs.object_server import ObjectServer
 from tests.store.objects_rig import BUCKET, PART_BYTES, Moto, as_user, need_obstore, open_store
 
 need_obstore()

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.base import MISSING, REJECTED, Done
+from kvstow.backends.objects.options import parse_url
 from kvstow.errors import StoreRefused, StoreUnavailable
-from kvstow.store.base import MISSING, REJECTED, Done
-from kvstow.store.objects.options import parse_url
 from kvstow.testing.manual import ManualClock
-from kvstow.testing.object_server import ObjectServer, Reply, Request
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
+from tests.rigs.object_server import ObjectServer, Reply, Request
 from tests.store.objects_rig import (
     BUCKET,
     CREDENTIALS,

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.base import MISSING, Done
+from kvstow.backends.objects.options import Bucket, ObjectsOptions
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
-from kvstow.store.base import MISSING, Done
-from kvstow.store.objects.options import Bucket, ObjectsOptions
 from kvstow.testing.manual import ManualClock
-from kvstow.testing.object_server import ObjectServer, Reply, Request
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
+from tests.rigs.object_server import ObjectServer, Reply, Request
 from tests.store.objects_rig import BUCKET, PART_BYTES, as_user, open_store
 
 pytest.importorskip("obstore", reason="obstore isn't installed: pip install 'kvstow[objects]'")
 
-from kvstow.store.objects.plain import goes_plain
+from kvstow.backends.objects.plain import goes_plain
 
 URL = f"s3://{BUCKET}/p"
 PATIENT_S = 20.0

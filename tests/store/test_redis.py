@@ -8,10 +8,10 @@ from urllib.parse import quote
 
 import pytest
 
-from kvstow.store.base import Store
-from kvstow.store.redis.options import Tls
-from kvstow.testing.redis_server import RedisSentinel, RedisServer, start_cluster, stop_all
+from kvstow.backends.base import Store
+from kvstow.backends.redis.options import Tls
 from kvstow.testing.store_suite import StoreSuite
+from tests.rigs.redis_server import RedisSentinel, RedisServer, start_cluster, stop_all
 from tests.store.redis_rig import TlsFront, make_certificates, open_store
 
 USER, PASSWORD = "kv:stow@", "p@ss/w:rd?#%"

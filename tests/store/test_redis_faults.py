@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from kvstow.engine import Found, Lookup
+from kvstow.backends.base import MISSING, REJECTED, Done
+from kvstow.backends.redis.envelope import chunk_name
+from kvstow.backends.redis.store import RedisStore
+from kvstow.cache import Found, Lookup
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.runtime import ThreadExecutor
-from kvstow.store.base import MISSING, REJECTED, Done
-from kvstow.store.redis.envelope import chunk_name
-from kvstow.store.redis.store import RedisStore
 from kvstow.testing.faults import FaultStore, unavailable
 from kvstow.testing.manual import ManualClock
-from kvstow.testing.redis_server import RedisSentinel, RedisServer, start_cluster, stop_all, until
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
+from tests.rigs.redis_server import RedisSentinel, RedisServer, start_cluster, stop_all, until
 from tests.store.redis_node import Node
 from tests.store.redis_rig import PART_BYTES, black_hole, open_store
 from tests.unit.rig import TOKENS, fill, key, keys

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from kvstow import build
+from kvstow.backends.base import MISSING, REJECTED, Done
+from kvstow.backends.redis import session, wire
+from kvstow.backends.redis.about import about
+from kvstow.backends.redis.envelope import chunk_name
+from kvstow.backends.redis.options import RedisOptions, parse_address
+from kvstow.backends.redis.store import Fullness, RedisStore
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import parse
-from kvstow.store.base import MISSING, REJECTED, Done
-from kvstow.store.redis import session, wire
-from kvstow.store.redis.about import about
-from kvstow.store.redis.envelope import chunk_name
-from kvstow.store.redis.options import RedisOptions, parse_address
-from kvstow.store.redis.store import Fullness, RedisStore
-from kvstow.testing.redis_server import HOST, RedisServer, start_cluster, stop_all, until
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
+from tests.rigs.redis_server import HOST, RedisServer, start_cluster, stop_all, until
 from tests.store.redis_rig import PART_BYTES, TlsFront, black_hole, make_certificates, open_store
 from tests.unit.rig import LAYOUT
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from kvstow import build
-from kvstow.engine import Lookup
+from kvstow.backends.redis.envelope import chunk_name
+from kvstow.backends.redis.session import Session
+from kvstow.cache import Lookup
 from kvstow.errors import StoreUnavailable
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import parse
-from kvstow.store.redis.envelope import chunk_name
-from kvstow.store.redis.session import Session
-from kvstow.store.retry import Retry
-from kvstow.testing.redis_server import RedisServer
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
+from kvstow.tiers.retry import Retry
+from tests.rigs.redis_server import RedisServer
 from tests.store.redis_node import Node
 from tests.store.redis_rig import FaultProxy, open_store
 from tests.unit.rig import LAYOUT, NAMESPACE, key, keys
@@ -245,7 +245,7 @@ def test_b5_b9_names_are_digests_alone(server: RedisServer) -> None:
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_c2_names_do_not_depend_on_the_process(seed: str) -> None:
     program = (
-        "from kvstow.testing.store_suite import make_key; from kvstow.store.redis.envelope import chunk_name;"
+        "from kvstow.testing.store_suite import make_key; from kvstow.backends.redis.envelope import chunk_name;"
         "print(chunk_name(b'p:', make_key(7, group=3)).decode())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": seed}

@@ -102,7 +102,7 @@ def test_redis_comes_after_the_disk(tmp_path: Any) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Any]:
-    redis_server = pytest.importorskip("kvstow.testing.redis_server", exc_type=ImportError)
+    redis_server = pytest.importorskip("tests.rigs.redis_server", exc_type=ImportError)
     server = redis_server.RedisServer(tmp_path / "redis").start()
     yield server
     server.kill()

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from kvstow.backends.base import MISSING, REJECTED, Done
+from kvstow.backends.redis.envelope import chunk_name
+from kvstow.backends.redis.options import Tls
+from kvstow.backends.redis.store import RedisStore
 from kvstow.key import ChunkKey
-from kvstow.store.base import MISSING, REJECTED, Done
-from kvstow.store.redis.envelope import chunk_name
-from kvstow.store.redis.options import Tls
-from kvstow.store.redis.store import RedisStore
-from kvstow.testing.redis_server import (
+from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
+from tests.rigs.redis_server import (
     RedisSentinel,
     RedisServer,
     free_port,
@@ -21,7 +22,6 @@ from kvstow.testing.redis_server import (
     start_cluster,
     stop_all,
 )
-from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.store.redis_rig import PART_BYTES, TlsFront, make_certificates, open_store
 
 PREFIX = "kvstow:"

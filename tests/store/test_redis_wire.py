@@ -10,11 +10,11 @@ import pytest
 import xxhash
 from redis.exceptions import ResponseError
 
+from kvstow.backends.redis.wire import LARGE_BYTES, PIECE_BYTES, Passing, Wire
 from kvstow.layout import HEADER_BYTES
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.store.redis.wire import LARGE_BYTES, PIECE_BYTES, Passing, Wire
-from kvstow.testing.redis_server import HOST
 from kvstow.testing.store_suite import value_of
+from tests.rigs.redis_server import HOST
 
 SOON_S = 0.2
 SIZES = (0, 1, 600, LARGE_BYTES - 1, LARGE_BYTES + 513, PIECE_BYTES, 3 * PIECE_BYTES + 7)

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from kvstow.backends.base import Store
 from kvstow.runtime import SystemClock
-from kvstow.store.base import Store
-from kvstow.store.breaker import Breaker
-from kvstow.store.limit import WriteLimit
-from kvstow.store.retry import Retry
 from kvstow.testing.memory_store import MemoryStore
 from kvstow.testing.store_suite import StoreSuite
+from kvstow.tiers.breaker import Breaker
+from kvstow.tiers.limit import WriteLimit
+from kvstow.tiers.retry import Retry
 from tests.store.wrappers import check_forwards
 
 WRAPPERS: list[Callable[[Store], Store]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvstow.store.base import Done, Store
+from kvstow.backends.base import Done, Store
 from kvstow.testing.store_suite import make_key
 
 METHODS = {name for name in vars(Store) if not name.startswith("_")}

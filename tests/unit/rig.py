@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvstow.engine import Engine, Found, Lookup
+from kvstow.cache import Cache, Found, Lookup
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics, merge
-from kvstow.policy.lru import LRU
-from kvstow.pool import HostPool, Lease
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.pool import HostPool, Lease
 from kvstow.testing.faults import FaultStore
 from kvstow.testing.manual import ManualClock, ManualExecutor
 from kvstow.testing.memory_store import MemoryStore
-from kvstow.tier import Tier, TierLimits
+from kvstow.tiers import Tier, TierLimits
 
 NAMESPACE = Namespace.from_fields({"made by": "rig"})
 LAYOUT = ChunkLayout(
@@ -88,7 +88,7 @@ class Rig:
             for i, (store, executor) in enumerate(zip(self.stores, self.executors, strict=True))
         ]
         self.policy = policy or LRU()
-        self.engine = Engine(
+        self.engine = Cache(
             pool=self.pool,
             policy=self.policy,
             tiers=self.tiers,

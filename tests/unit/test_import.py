@@ -50,7 +50,7 @@ def run(*modules: str) -> subprocess.CompletedProcess[str]:
 
 def test_imports_without_vllm_torch_or_clients() -> None:
     modules = without_clients()
-    assert {"kvstow", "kvstow.cli", "kvstow.settings", "kvstow.engine"} <= set(modules)
+    assert {"kvstow", "kvstow.cli", "kvstow.settings", "kvstow.cache"} <= set(modules)
     done = run(*modules)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

@@ -1,5 +1,13 @@
 """The composition root: settings in, engine out. The only package that knows every concrete part."""
 
+from kvstow.build.cache import (
+    adapter_executor,
+    build_cache,
+    check,
+    chunk_layout,
+    copy_executor,
+    touch_executor,
+)
 from kvstow.build.codec import codec_names
 from kvstow.build.direct import (
     build_direct,
@@ -10,14 +18,6 @@ from kvstow.build.direct import (
     rds_media,
 )
 from kvstow.build.disk import build_disk
-from kvstow.build.engine import (
-    adapter_executor,
-    build_engine,
-    check,
-    chunk_layout,
-    copy_executor,
-    touch_executor,
-)
 from kvstow.build.integrity import integrity_key
 from kvstow.build.mooncake import build_mooncake, mooncake_options
 from kvstow.build.objects import build_objects, objects_options
@@ -29,9 +29,9 @@ __all__ = [
     "POLICIES",
     "adapter_executor",
     "asked_for",
+    "build_cache",
     "build_direct",
     "build_disk",
-    "build_engine",
     "build_mooncake",
     "build_objects",
     "build_redis",

@@ -10,7 +10,7 @@ from kvstow.errors import SettingsError, UnsupportedError
 from kvstow.layout import ChunkLayout
 from kvstow.settings import Settings
 from kvstow.settings.sections.codec import RAW
-from kvstow.tier import Coder
+from kvstow.tiers import Coder
 
 if TYPE_CHECKING:
     from kvstow.codec.shape import KVShape

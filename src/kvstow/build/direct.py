@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from kvstow.build.engine import fetch_deadline_s
+from kvstow.build.cache import fetch_deadline_s
 from kvstow.build.policies import POLICIES
 from kvstow.build.tiers import asked_for
+from kvstow.cache import Cache
 from kvstow.direct.extents import Extents
 from kvstow.direct.file import FileMedia
 from kvstow.direct.geometry import DirectRef, Geometry, extent_bytes, slots_in
@@ -16,7 +17,6 @@ from kvstow.direct.rds import RdsMedia, Staged
 from kvstow.direct.rds import load as load_rds
 from kvstow.direct.table import Table
 from kvstow.direct.volume import LOCK_TIMEOUT_S, device_bytes, open_extents, open_volume, paths_for
-from kvstow.engine import Engine
 from kvstow.errors import SettingsError, UnsupportedError
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
@@ -97,7 +97,7 @@ def build_direct(
     metrics: Metrics,
     load: Callable[[], object] = load_rds,
     lock_timeout_s: float = LOCK_TIMEOUT_S,
-) -> tuple[Extents, DirectRef, Engine]:
+) -> tuple[Extents, DirectRef, Cache]:
     """The extents, what workers need to reach them, and the engine that owns them. Blocks: for the start.
 
     ``ranks``: workers; ``engine``: which of the host's data parallel engines this is; ``not_persistent``: why this KV
@@ -146,8 +146,8 @@ def build_direct(
 
 def _engine(
     settings: Settings, extents: Extents, layout: ChunkLayout, clock: Clock, metrics: Metrics
-) -> Engine:
-    return Engine(
+) -> Cache:
+    return Cache(
         pool=extents,
         policy=POLICIES[settings.direct.policy](),
         tiers=(),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from kvstow.backends.disk import DiskOptions, DiskStore, frame_check
 from kvstow.build.policies import POLICIES
 from kvstow.errors import SettingsError, StoreUnavailable, UnsupportedError
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor
 from kvstow.settings import Settings
-from kvstow.store.disk import DiskOptions, DiskStore, frame_check
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
 
 
 def build_disk(

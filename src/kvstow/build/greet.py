@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from kvstow.backends.base import Done, Store
 from kvstow.errors import StoreRefused, StoreUnavailable, UnsupportedError
 from kvstow.key import ChunkKey, Namespace
 from kvstow.runtime import ThreadExecutor
-from kvstow.store.base import Done, Store
 
 logger = logging.getLogger("kvstow")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstow.backends.mooncake import OLD_PORTS, MooncakeOptions, rpc_ports
 from kvstow.build.greet import greet
 from kvstow.errors import SettingsError
 from kvstow.layout import ChunkLayout
@@ -9,8 +10,7 @@ from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor
 from kvstow.settings import Settings, format_size
 from kvstow.settings.variables import set_defaults
-from kvstow.store.mooncake import OLD_PORTS, MooncakeOptions, rpc_ports
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
 
 INSTALL = "pip install 'kvstow[mooncake]', and apt-get install libibverbs1 libnuma1 libcurl4"
 
@@ -35,8 +35,8 @@ def build_mooncake(
         options.variables(set_defaults(OLD_PORTS))
     )  # read when the client is loaded
     try:
-        from kvstow.store.mooncake.connect import connect, replicas
-        from kvstow.store.mooncake.store import MooncakeStore
+        from kvstow.backends.mooncake.connect import connect, replicas
+        from kvstow.backends.mooncake.store import MooncakeStore
     except ImportError as error:  # also: a library that the client is linked to is missing
         if "kvstow" in str(error):
             raise

@@ -7,15 +7,15 @@ import os
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvstow.backends.objects import MAX_PART_BYTES, MIN_PART_BYTES, ObjectsOptions, parse_url
+from kvstow.backends.objects.options import LOOPBACK
 from kvstow.build.greet import greet
 from kvstow.errors import SettingsError, StoreRefused
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor
 from kvstow.settings import Settings, format_size
-from kvstow.store.objects import MAX_PART_BYTES, MIN_PART_BYTES, ObjectsOptions, parse_url
-from kvstow.store.objects.options import LOOPBACK
-from kvstow.tier import Tier, TierLimits
+from kvstow.tiers import Tier, TierLimits
 
 logger = logging.getLogger("kvstow")
 
@@ -39,7 +39,7 @@ def build_objects(
         return None
     options = objects_options(settings)
     try:
-        from kvstow.store.objects.store import ObjectsStore
+        from kvstow.backends.objects.store import ObjectsStore
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "obstore":
             raise

@@ -9,15 +9,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from kvstow.backends.base import Store
 from kvstow.errors import SettingsError, StoreError
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor
 from kvstow.settings import Settings, leaves
 from kvstow.settings.values import MASK
-from kvstow.store.base import Store
-from kvstow.store.checked import CheckedStore, within
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
+from kvstow.tiers.checked import CheckedStore, within
 
 GROUP: Final = "kvstow.stores"  # of entry points
 OPEN_S: Final = 30.0  # the longest that importing and opening one may take

@@ -7,16 +7,16 @@ import os
 import random
 from typing import Final
 
+from kvstow.backends.base import Store
+from kvstow.backends.redis import MAX_PART_BYTES, MIN_PART_BYTES, RedisOptions, Tls, parse_address
 from kvstow.errors import SettingsError, UnsupportedError
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor, run_within
 from kvstow.settings import Settings, format_size
-from kvstow.store.base import Store
-from kvstow.store.limit import WriteLimit
-from kvstow.store.redis import MAX_PART_BYTES, MIN_PART_BYTES, RedisOptions, Tls, parse_address
-from kvstow.store.retry import Retry
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
+from kvstow.tiers.limit import WriteLimit
+from kvstow.tiers.retry import Retry
 
 START_S: Final = 10.0  # names may be resolved, Sentinels asked one by one, greetings answered byte by byte, for longer
 
@@ -42,8 +42,8 @@ def build_redis(
         return None
     options = redis_options(settings)
     try:
-        from kvstow.store.redis.root import Root
-        from kvstow.store.redis.store import RedisStore
+        from kvstow.backends.redis.root import Root
+        from kvstow.backends.redis.store import RedisStore
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "redis":
             raise

@@ -16,7 +16,7 @@ from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock
 from kvstow.settings import Settings
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
 
 if TYPE_CHECKING:
     from kvstow.codec.shape import KVShape

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvstow.backends.disk import names
+from kvstow.backends.disk.check import Check
+from kvstow.backends.disk.files import Fd
+from kvstow.backends.disk.ledger import Ledger, peek
+from kvstow.backends.disk.mount import Mount, alive, attach, free_bytes, reap, unit_bytes
+from kvstow.backends.disk.quarantine import quarantine, shrink
+from kvstow.backends.disk.remove import awaited, remove_chunk, remove_empty_namespace
+from kvstow.backends.disk.scan import Count, about, family, list_directory, namespaces, scan
+from kvstow.backends.disk.scrub import Verified, chunks_after, verify
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.runtime import SystemClock
-from kvstow.store.disk import names
-from kvstow.store.disk.check import Check
-from kvstow.store.disk.files import Fd
-from kvstow.store.disk.ledger import Ledger, peek
-from kvstow.store.disk.mount import Mount, alive, attach, free_bytes, reap, unit_bytes
-from kvstow.store.disk.quarantine import quarantine, shrink
-from kvstow.store.disk.remove import awaited, remove_chunk, remove_empty_namespace
-from kvstow.store.disk.scan import Count, about, family, list_directory, namespaces, scan
-from kvstow.store.disk.scrub import Verified, chunks_after, verify
 
 _NOT_OURS: Final = {"lost+found"}  # what a new filesystem has
 

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
+from kvstow.backends.disk import frame_check
+from kvstow.backends.disk.scan import Namespace
 from kvstow.cli.data_directory import DataDirectory, Unused, Usage, View
 from kvstow.cli.output import PIPED_COLUMNS, measured, printable
 from kvstow.errors import SettingsError, StoreError
 from kvstow.runtime import SystemClock
 from kvstow.settings import load
-from kvstow.store.disk import frame_check
-from kvstow.store.disk.scan import Namespace
 
 EXIT_BAD: Final = 1
 SHOWN_DIGITS: Final = 16  # of a namespace

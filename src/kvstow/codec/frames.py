@@ -17,8 +17,8 @@ from kvstow.codec.container import Kind
 from kvstow.codec.shape import KVShape
 from kvstow.errors import FrameError, UnsupportedError
 from kvstow.frame import RAW, FrameHeader, PayloadChecksum
-from kvstow.hostmem import private_memory
 from kvstow.layout import ALIGN, HEADER_BYTES, ChunkLayout, align_up
+from kvstow.pool.hostmem import private_memory
 
 _ZEROS: Final = bytes(ALIGN)
 
@@ -63,7 +63,7 @@ class FrameCoder:
         return buffer
 
     def encode(self, sealed: memoryview, integrity_key: bytes | None) -> memoryview:
-        """See ``kvstow.tier.moves.Coder``."""
+        """See ``kvstow.tiers.moves.Coder``."""
         header = frame.parse_header(sealed[:HEADER_BYTES])
         out, payload, lengths = self._buffer(), PayloadChecksum(integrity_key), []
         at = HEADER_BYTES
@@ -97,7 +97,7 @@ class FrameCoder:
         return self._known(Kind(header.codec_id, version[0], parameters)) if version else None
 
     def decode(self, slot: memoryview, header: FrameHeader) -> None:
-        """See ``kvstow.tier.moves.Coder``."""
+        """See ``kvstow.tiers.moves.Coder``."""
         codec, group = self._of(header), self._layout.groups[header.key.group]
         if codec is None:
             raise FrameError(

@@ -24,8 +24,8 @@ from kvstow.device.base import KVCache, KVSpec
 from kvstow.device.plan import GroupPlan, Move, attach_groups
 from kvstow.device.tickets import FENCE_TIMEOUT_S, TicketDevice
 from kvstow.errors import CopyError
-from kvstow.hostmem import populate
 from kvstow.layout import GroupPages
+from kvstow.pool.hostmem import populate
 from kvstow.runtime import Clock, Executor, rest
 
 POPULATE_BYTES: Final = 8 << 20  # 4 ms

@@ -26,8 +26,8 @@ from kvstow.device.base import Finished, KVCache, KVSpec, Transfer
 from kvstow.device.plan import GroupPlan, Move, attach_groups, check
 from kvstow.device.segments import Arena, GroupAddresses, Segments
 from kvstow.errors import CopyError
-from kvstow.hostmem import populate
 from kvstow.layout import GroupPages
+from kvstow.pool.hostmem import populate
 from kvstow.runtime import Clock, Executor
 
 PIN_PIECE_BYTES: Final = (

@@ -11,8 +11,8 @@ from kvstow.direct.page import tag_of
 from kvstow.direct.table import Table
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout, Place
+from kvstow.pool.slots import Lease, Slots, SlotState
 from kvstow.runtime import Clock
-from kvstow.slots import Lease, Slots, SlotState
 
 REST_S: Final = 10.0  # a slot that could not be filled isn't given again sooner, nor is one that never held anything
 

@@ -15,8 +15,8 @@ from xxhash import xxh3_128_digest
 from kvstow.direct.base import Extent
 from kvstow.direct.page import check_page, seal_page
 from kvstow.errors import CopyError, FrameError, SettingsError
-from kvstow.hostmem import private_memory
 from kvstow.layout import ALIGN, HEADER_BYTES, align_up
+from kvstow.pool.hostmem import private_memory
 
 IO: Final = (os.preadv, os.pwritev)
 Io = Callable[[int, Sequence[memoryview], int], int]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvstow.backends.base import Buffer, Done, Outcome, Store
 from kvstow.errors import StoreUnavailable
 from kvstow.key import ChunkKey
-from kvstow.store.base import Buffer, Done, Outcome, Store
 
 Op = Literal["contains", "read", "write", "delete", "close"]
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome
 from kvstow.errors import StoreUnavailable
 from kvstow.key import ChunkKey
-from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Outcome
 
 
 class FileStore:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome
 from kvstow.key import ChunkKey
-from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Outcome
 
 
 class MemoryStore:

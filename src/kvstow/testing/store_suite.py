@@ -16,8 +16,8 @@ from typing import ClassVar
 import pytest
 from xxhash import xxh3_128_digest
 
+from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome, Store
 from kvstow.key import ChunkKey, Namespace
-from kvstow.store.base import MISSING, REJECTED, Buffer, Done, Outcome, Store
 
 NAMESPACE = Namespace.from_fields({"made by": "StoreSuite"})
 PAGE = 4096

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstow.engine import Engine
+from kvstow.cache import Cache
 from kvstow.metrics import Metrics
+from kvstow.pool.slots import Lease
 from kvstow.runtime import Clock
-from kvstow.slots import Lease
 from kvstow.vllm.metadata import Copy, Job, JobReport
 from kvstow.vllm.requests import Tracked
 
@@ -41,7 +41,7 @@ class Jobs:
     """Owner's thread only. A job has ended once every one of ``ranks`` ranks has reported it."""
 
     def __init__(
-        self, engine: Engine, ranks: int, chunk_tokens: int, *, clock: Clock, metrics: Metrics
+        self, engine: Cache, ranks: int, chunk_tokens: int, *, clock: Clock, metrics: Metrics
     ) -> None:
         self._engine = engine
         self._ranks = ranks

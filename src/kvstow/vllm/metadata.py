@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstow.direct.geometry import DirectRef
 from kvstow.layout import GroupPages, Place
-from kvstow.pool import PoolRef
+from kvstow.pool.pool import PoolRef
 
 
 @dataclass

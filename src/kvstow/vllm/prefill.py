@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstow.engine import Engine
+from kvstow.cache import Cache
 from kvstow.runtime import Clock
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class _Step(NamedTuple):
 class StepTimes:
     """Owner's thread only. Tells ``engine`` of every step that has ended."""
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
+    def __init__(self, engine: Cache, clock: Clock) -> None:
         self._engine = engine
         self._clock = clock
         self._open: deque[_Step] = deque(maxlen=MAX_OPEN_STEPS)

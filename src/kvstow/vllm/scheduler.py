@@ -9,12 +9,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from kvstow.cache import Cache, Found
 from kvstow.direct.hangs import Hangs
-from kvstow.engine import Engine, Found
 from kvstow.errors import UnsupportedError
 from kvstow.key import Namespace
 from kvstow.metrics import Metrics
-from kvstow.pool import Lease
+from kvstow.pool.pool import Lease
 from kvstow.runtime import Clock
 from kvstow.vllm.fingerprint import Adapters
 from kvstow.vllm.jobs import JOB_DEADLINE_S, Jobs, Sent
@@ -38,7 +38,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Cache,
         namespace: Namespace,
         rules: Rules,
         mount: Mount,

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvstow import build
+from kvstow.cache import Cache
 from kvstow.codec.shape import KVShape
 from kvstow.device.base import Device
 from kvstow.direct.geometry import DirectRef
-from kvstow.engine import Engine
 from kvstow.errors import UnsupportedError
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
-from kvstow.pool import PoolRef
+from kvstow.pool.pool import PoolRef
+from kvstow.pool.slots import Slots
 from kvstow.runtime import SystemClock
 from kvstow.settings import Effective, Settings, load, load_lmcache, variable
-from kvstow.slots import Slots
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
 from kvstow.vllm import rbln_config
 from kvstow.vllm.fingerprint import Adapters
 from kvstow.vllm.groups import block_geometry, device_specs, kv_shard
@@ -197,7 +197,7 @@ def scheduler_side(
             tiers = _lower_tiers(
                 vllm_config, settings, layout, shapes, identity, clock, metrics, key
             )
-            pool, engine = build.build_engine(
+            pool, engine = build.build_cache(
                 settings,
                 layout,
                 name=str(transfer.engine_id),
@@ -249,7 +249,7 @@ def _direct(
     identity: Identity,
     clock: SystemClock,
     metrics: Metrics,
-) -> tuple[Places, Engine]:
+) -> tuple[Places, Cache]:
     extents, ref, engine = build.build_direct(
         settings,
         layout,

@@ -17,7 +17,7 @@ from kvstow.device.base import Device, Finished, KVCache, KVSpec, Transfer
 from kvstow.direct.geometry import DirectRef
 from kvstow.errors import CopyError, KVStowError
 from kvstow.layout import GroupPages
-from kvstow.pool import map_pool
+from kvstow.pool.pool import map_pool
 from kvstow.runtime import Clock, SystemClock
 from kvstow.vllm.direct import DirectDevice, open_direct
 from kvstow.vllm.metadata import Hello, Job, JobReport, Mount, StepMeta, WorkerMeta

@@ -10,14 +10,14 @@ import pytest
 from kvstow import build
 from kvstow.build import plugins
 from kvstow.build.plugins import GROUP, build_plugins, plugin_names
-from kvstow.engine import Engine, Found
+from kvstow.cache import Cache, Found
 from kvstow.errors import SettingsError
 from kvstow.metrics import Metrics
-from kvstow.policy.lru import LRU
-from kvstow.pool import HostPool
+from kvstow.pool.policy.lru import LRU
+from kvstow.pool.pool import HostPool
 from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.settings import Settings, parse
-from kvstow.tier import Tier
+from kvstow.tiers import Tier
 from tests.docs.pages import blocks
 from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, fill, hit, key, keys
 
@@ -77,9 +77,9 @@ def refused(**given: Any) -> str:
     return str(error.value)
 
 
-def engine(tiers: list[Tier]) -> tuple[Engine, ThreadExecutor]:
+def engine(tiers: list[Tier]) -> tuple[Cache, ThreadExecutor]:
     sealer = ThreadExecutor("sealer")
-    made = Engine(
+    made = Cache(
         pool=HostPool.create(LAYOUT, 8 * FRAME_BYTES, name="plugins"),
         policy=LRU(),
         tiers=tiers,

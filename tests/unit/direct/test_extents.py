@@ -6,15 +6,15 @@ import os
 
 import pytest
 
+from kvstow.cache import Cache
 from kvstow.direct.extents import REST_S, Extents
 from kvstow.direct.geometry import Geometry, extent_bytes, slots_in
 from kvstow.direct.page import tag_of
 from kvstow.direct.table import record
-from kvstow.engine import Engine
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ALIGN, HEADER_BYTES, ChunkLayout, GroupLayout, Place, Span
 from kvstow.metrics import Metrics
-from kvstow.policy.lru import LRU
+from kvstow.pool.policy.lru import LRU
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
 LAYOUT = ChunkLayout((GroupLayout(16, 2, (1000, 4096)),))
@@ -65,7 +65,7 @@ class Rig:
             preallocated=preallocated,
             table=table,  # type: ignore[arg-type]
         )
-        self.engine = Engine(
+        self.engine = Cache(
             pool=self.extents,
             policy=LRU(),
             tiers=(),

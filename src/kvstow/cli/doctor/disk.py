@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from kvstow.backends.disk import files, names
+from kvstow.backends.disk.ledger import peek
 from kvstow.cli.doctor.mounts import Filesystem, filesystem_of
 from kvstow.cli.doctor.result import Result, failed, ok, warning
-from kvstow.hostmem import private_memory
+from kvstow.pool.hostmem import private_memory
 from kvstow.runtime import Clock
 from kvstow.settings import format_size
-from kvstow.store.disk import files, names
-from kvstow.store.disk.ledger import peek
 
 PIECE_BYTES: Final = 4 << 20  # of a chunk's size
 SAMPLE_BYTES: Final = 64 << 20  # written and read; less where SAMPLE_S comes first

@@ -16,7 +16,7 @@ import psutil
 from kvstow.cli.doctor.mounts import filesystem_of
 from kvstow.cli.doctor.result import Result, failed, ok, unknown, warning
 from kvstow.errors import SettingsError
-from kvstow.hostmem import HostMemory, PoolError
+from kvstow.pool.hostmem import HostMemory, PoolError
 from kvstow.settings import Settings, check_host, format_size
 from kvstow.settings.machine import Holder, HostFacts
 

@@ -13,9 +13,9 @@ from kvstow.runtime import Clock
 from kvstow.settings import format_size
 
 if TYPE_CHECKING:
-    from kvstow.store.objects import ObjectsOptions
-    from kvstow.store.redis import RedisOptions
-    from kvstow.store.redis.about import About
+    from kvstow.backends.objects import ObjectsOptions
+    from kvstow.backends.redis import RedisOptions
+    from kvstow.backends.redis.about import About
 
 CONNECT_S: Final = 5.0
 REACH: Final = "see that it runs, and that this host may connect"
@@ -24,7 +24,7 @@ REACH: Final = "see that it runs, and that this host may connect"
 def check_redis(options: RedisOptions, clock: Clock) -> Iterator[Result]:
     """The server at ``redis.url``. No password is ever shown."""
     try:
-        from kvstow.store.redis.about import about
+        from kvstow.backends.redis.about import about
     except ModuleNotFoundError:
         yield failed(
             "redis", "redis.url is set, and redis-py isn't installed", "pip install 'kvstow[redis]'"
@@ -71,7 +71,7 @@ def _memory(server: About, *, expires: bool) -> Iterator[Result]:
 def check_objects(url: str, options: ObjectsOptions, clock: Clock) -> Iterator[Result]:
     """One small read of the bucket, with the credentials that the tier would find."""
     try:
-        from kvstow.store.objects.store import ObjectsStore
+        from kvstow.backends.objects.store import ObjectsStore
     except ModuleNotFoundError:
         yield failed(
             "objects",

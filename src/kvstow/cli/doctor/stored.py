@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Iterator
 from typing import Final
 
+from kvstow.backends.disk.rivals import roots_in
 from kvstow.cli.doctor.host import SEED
 from kvstow.cli.doctor.result import Result, ok, warning
-from kvstow.store.disk.rivals import roots_in
 
 ROOT: Final = "block hash root"  # as the connector calls it in namespace.json
 DEFAULT: Final = "vLLM's default"

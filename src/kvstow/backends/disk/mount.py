@@ -1,0 +1,307 @@
+"""A data directory as one process has it open: its root, its lock, its place in the ledger.
+
+Everything is reached from the root's descriptor. When a filesystem vanishes from its mount point, nothing is
+written to what lies below it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Final
+
+from kvstow.backends.disk import names
+from kvstow.backends.disk.files import CREATE_FLAGS, Fd, direct_works
+from kvstow.backends.disk.ledger import Book, Ledger, peek
+from kvstow.errors import StoreUnavailable, UnsupportedError
+from kvstow.layout import ALIGN
+
+MAX_UNIT_BYTES: Final = (
+    1 << 20
+)  # filesystems that report more as their block size still allocate less
+MAX_ATTEMPTS: Final = 20  # to make a lock file while others take it for a dead process's
+_NO_LOCKS: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+@contextmanager
+def faults(what: str) -> Iterator[None]:
+    """Any fault of the filesystem is transient to the tier: the breaker asks again later."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailable(f"{what}: {error}") from error
+
+
+@dataclass(slots=True)
+class Mount:
+    """Made by ``attach``. ``identity`` is the root's device and inode; ``owner`` the user id that our files get."""
+
+    path: str
+    root: Fd
+    identity: tuple[int, int]
+    owner: int
+    direct: bool
+    token: str
+    lock: Fd
+    ledger: Ledger
+    ledger_id: bytes
+    serials: Iterator[int] = field(
+        default_factory=partial(count, 3)
+    )  # before are the lock's name, the probe's
+
+    def temporary(self) -> str:
+        """A new path of our own, on the same filesystem."""
+        return f"{names.TMP}/{self.tag()}"
+
+    def tag(self) -> str:
+        return f"{self.token}-{next(self.serials)}"  # one step of ``count`` is atomic
+
+    def kind(self, path: str) -> os.stat_result | None:
+        """``lstat`` of a path below the root; None: nothing is there."""
+        try:
+            return os.stat(path, dir_fd=self.root.number, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def make_directories(self, path: str) -> int:
+        """Make the directories above a chunk's file. Returns how many are new."""
+        parts = path.split("/")[:-1]
+        return sum(_mkdir(self.root, "/".join(parts[: i + 1])) for i in range(len(parts)))
+
+    def free_bytes(self) -> int:
+        return free_bytes(self.root)
+
+    def probe(self, room_bytes: int) -> None:
+        """Write, read and publish something, and take room for a file. Raises ``OSError`` where that does not work."""
+        _probe(self.root, f"{names.TMP}/{self.token}-1", self.direct, room_bytes)
+
+    def in_place(self) -> bool:
+        """Whether the path still leads to this directory, and what ``attach`` made is still in it."""
+        needed = (names.LEDGER, names.TMP, names.QUARANTINE, names.lock_path(self.token))
+        try:
+            return _identity(os.stat(self.path)) == self.identity and None not in map(
+                self.kind, needed
+            )
+        except OSError:
+            return False
+
+    def detach(self) -> None:
+        """Leave the ledger and give up the lock."""
+        with suppress(StoreUnavailable, OSError):
+            self.ledger.leave()
+            os.unlink(names.lock_path(self.token), dir_fd=self.root.number)
+
+
+def attach(path: str, *, direct: bool = True, again: Mount | None = None) -> Mount:
+    """Open a data directory, make what it lacks, take part in its ledger, clear up after the dead.
+
+    ``again`` is what it was before: then a bare mount point is not taken for it. Raises ``OSError``,
+    ``UnsupportedError`` for a filesystem that can't serve, ``StoreUnavailable``.
+    """
+    if again is None or _device(os.path.dirname(os.path.abspath(path))) == again.identity[0]:
+        os.makedirs(path, names.DIR_MODE, exist_ok=True)
+    root = Fd(os.open(path, _DIRECTORY))
+    identity = _identity(os.fstat(root.number))
+    if (
+        again is not None
+        and identity[0] != again.identity[0]
+        and not _has_ledger(root, again.ledger_id)
+    ):
+        raise StoreUnavailable(
+            f"{path} is another filesystem than before, and the ledger is not on it"
+        )
+    for directory in (names.RUN, names.TMP, names.QUARANTINE):
+        _mkdir(root, directory)
+    token = secrets.token_bytes(names.TOKEN_BYTES)
+    lock = _take_lock(root, token.hex())
+    ledger, book = _join(root, token)
+    owner, works = _probe(root, f"{names.TMP}/{token.hex()}-1", direct)
+    mount = Mount(path, root, identity, owner, works, token.hex(), lock, ledger, book.id)
+    reap(mount)
+    return mount
+
+
+def free_bytes(root: Fd) -> int:
+    """What the filesystem has left for us."""
+    room = os.fstatvfs(root.number)
+    return room.f_bavail * room.f_frsize
+
+
+def reap(mount: Mount) -> bool:
+    """Take over the reservations of processes that are dead, and remove their temporary files. True: there were any."""
+    root = mount.root
+    with mount.ledger.book() as book:
+        locks = {token for name in _list(root, names.RUN) if (token := names.owner_of_lock(name))}
+        slots = {token.hex() for token in book.reserved}
+        temporaries = [
+            (token, name)
+            for name in _list(root, names.TMP)
+            if (token := names.owner_of_temporary(name))
+        ]
+        tokens = locks | slots | {token for token, _ in temporaries}
+        dead = {token for token in tokens - {mount.token} if not alive(root, token)}
+        for token, name in temporaries:
+            if token in dead:
+                _unlink(root, f"{names.TMP}/{name}")
+        for token in dead:
+            book.add(book.reserved.pop(bytes.fromhex(token), 0))
+            _unlink(root, names.lock_path(token))
+        mount.ledger.settle(book)  # last: whatever fails before leaves the page as it is
+    return bool(dead)
+
+
+def _take_lock(root: Fd, token: str) -> Fd:
+    """Locked under another name first: what is called ``<token>.lock`` is locked as long as its process lives."""
+    hidden = f"{names.TMP}/{token}-0"
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            lock = try_lock(root, hidden, os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            _unlink(root, hidden)
+            if error.errno in _NO_LOCKS:
+                raise UnsupportedError(
+                    f"the filesystem has no file locks, which the size needs: {error}"
+                ) from error
+            raise
+        with suppress(
+            FileNotFoundError
+        ):  # reaped by another process, to which it belonged to nobody yet
+            os.rename(
+                hidden, names.lock_path(token), src_dir_fd=root.number, dst_dir_fd=root.number
+            )
+            if lock is not None:
+                return lock
+    raise StoreUnavailable("the lock file is removed again and again")
+
+
+def alive(root: Fd, token: str) -> bool:
+    """Whether the process of a token lives."""
+    try:
+        return try_lock(root, names.lock_path(token)) is None
+    except FileNotFoundError:
+        return False
+
+
+def try_lock(root: Fd, path: str, flags: int = 0) -> Fd | None:
+    """Open and lock a file; None: another process has it locked. Read-only, so that the filesystem may become so;
+    network filesystems lock only what is open for writing."""
+    for access in (os.O_RDONLY, os.O_RDWR):
+        fd = Fd(
+            os.open(
+                path,
+                access | flags | os.O_NOFOLLOW | os.O_CLOEXEC,
+                names.FILE_MODE,
+                dir_fd=root.number,
+            )
+        )
+        try:
+            fcntl.flock(fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EBADF or access == os.O_RDWR:
+                raise
+            flags &= ~os.O_EXCL
+        else:
+            return fd
+    return None
+
+
+def unit_bytes(root: Fd) -> int:
+    """What a file's size is rounded up to on this filesystem."""
+    return max(ALIGN, min(MAX_UNIT_BYTES, os.fstatvfs(root.number).f_frsize)) // ALIGN * ALIGN
+
+
+def _join(root: Fd, token: bytes) -> tuple[Ledger, Book]:
+    unit = unit_bytes(root)
+
+    def fresh() -> Book:
+        """Of a directory without chunks it is known what is there."""
+        empty = not any(names.is_namespace(name) for name in _list(root, ".")) and not _list(
+            root, names.QUARANTINE
+        )
+        return Book(secrets.token_bytes(16), unit * len(names.OWN) if empty else None)
+
+    ledger = Ledger(root, token, unit)
+    return ledger, ledger.join(fresh)
+
+
+def _probe(root: Fd, name: str, direct: bool, room_bytes: int = 0) -> tuple[int, bool]:
+    """User id that our files get, and whether direct I/O works. Publishing may need hard links: tried as well."""
+    link = f"{name[:-1]}2"
+    try:
+        works = direct and direct_works(root.number, name)
+        if not works:
+            _unlink(root, name)
+            Fd(os.open(name, CREATE_FLAGS, names.FILE_MODE, dir_fd=root.number))
+        if room_bytes:
+            fd = Fd(os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number))
+            os.posix_fallocate(fd.number, 0, room_bytes)
+        try:
+            os.link(
+                name, link, src_dir_fd=root.number, dst_dir_fd=root.number, follow_symlinks=False
+            )
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            raise UnsupportedError(
+                f"the filesystem has no hard links, which publishing needs: {error}"
+            ) from error
+        return os.stat(name, dir_fd=root.number).st_uid, works
+    finally:
+        _unlink(root, name)
+        _unlink(root, link)
+
+
+def _has_ledger(root: Fd, id_: bytes) -> bool:
+    with suppress(OSError):
+        book = peek(root)
+        return book is not None and book.id == id_
+    return False
+
+
+def _device(path: str) -> int | None:
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return None
+
+
+def _identity(result: os.stat_result) -> tuple[int, int]:
+    return result.st_dev, result.st_ino
+
+
+def _mkdir(root: Fd, path: str) -> bool:
+    """Make a directory. False: something of that name is there."""
+    try:
+        os.mkdir(path, names.DIR_MODE, dir_fd=root.number)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _list(root: Fd, path: str) -> list[str]:
+    """Names in a directory below the root; none if it is not there."""
+    try:
+        directory = Fd(os.open(path, _DIRECTORY, dir_fd=root.number))
+    except FileNotFoundError:
+        return []
+    return os.listdir(directory.number)
+
+
+def _unlink(root: Fd, path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path, dir_fd=root.number)
+
+
+def is_regular(result: os.stat_result) -> bool:
+    return stat.S_ISREG(result.st_mode)

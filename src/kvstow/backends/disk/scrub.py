@@ -1,0 +1,129 @@
+"""Reads every chunk once in a while and sets aside what is not whole, before a request meets it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from kvstow.backends.disk import files, names
+from kvstow.backends.disk.check import Check
+from kvstow.backends.disk.files import Fd
+from kvstow.backends.disk.mount import Mount, is_regular, try_lock
+from kvstow.backends.disk.scan import list_directory, namespaces
+
+SAVE_EVERY: Final = (
+    16  # files between two saves of the cursor: at most these are read again after a restart
+)
+CURSOR_BYTES: Final = 256
+
+
+class Verified(NamedTuple):
+    namespace: bytes
+    digest: bytes
+    good: bool
+    read_bytes: int
+
+
+def chunks_after(root: Fd, cursor: str) -> Iterator[str]:
+    """Paths of all chunks in order, from behind ``cursor`` on; the empty cursor is the start."""
+    for namespace in namespaces(root):
+        for first in names.DIGITS:
+            for second in names.DIGITS:
+                directory = f"{namespace}/{first}/{second}"
+                if f"{directory}/~" < cursor:
+                    continue
+                listed = (
+                    name for name, _ in list_directory(root, directory) if names.digest_of(name)
+                )
+                yield from (
+                    path for name in sorted(listed) if (path := f"{directory}/{name}") > cursor
+                )
+
+
+def verify(mount: Mount, path: str, check: Check) -> Verified | None:
+    """Check one chunk's file, through the page cache if it is there already. None: it is gone, or not a file.
+
+    Recency does not change.
+    """
+    namespace, digest = bytes.fromhex(path[:64]), names.digest_of(path.rsplit("/", 1)[1])
+    try:
+        fd = Fd(
+            os.open(path, files.READ_FLAGS | mount.direct * os.O_DIRECT, dir_fd=mount.root.number)
+        )
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL):
+            return None
+        raise
+    result = os.fstat(fd.number)
+    if digest is None or not is_regular(result):
+        return None
+    read_bytes = 0
+
+    def read(at: int, buffer: memoryview) -> int:
+        nonlocal read_bytes
+        if not files.aligned([buffer]):
+            files.buffered(fd.number)
+        got = files.read_all(fd.number, [buffer], at)
+        read_bytes += got
+        return got
+
+    good = check(digest, result.st_size, read)
+    return Verified(namespace, digest, good, read_bytes)
+
+
+class Scrub:
+    """Goes round and round one directory, from where the last process stopped. One thread."""
+
+    def __init__(self, check: Check, bad: Callable[[bytes, bytes], None]) -> None:
+        self._check = check
+        self._bad = bad
+        self._lock: Fd | None = None
+        self._mount: Mount | None = None
+        self._paths: Iterator[str] = iter(())
+        self._unsaved = 0
+
+    def step(self, mount: Mount, budget_bytes: int, stop: threading.Event) -> int:
+        """Verify files until ``budget_bytes`` are read, or the round ends. Returns the bytes read.
+
+        0 while another process scrubs this directory: one is enough. Raises ``OSError``.
+        """
+        if not self._take(mount):
+            return 0
+        done = 0
+        while done < budget_bytes and not stop.is_set():
+            path = next(self._paths, None)
+            if path is None:
+                self._save("")
+                self._paths = chunks_after(mount.root, "")
+                break
+            result = verify(mount, path, self._check)
+            if result is not None:
+                done += result.read_bytes or 1
+                if not result.good:
+                    self._bad(result.namespace, result.digest)
+            self._unsaved += 1
+            if self._unsaved >= SAVE_EVERY:
+                self._save(path)
+        return done
+
+    def _take(self, mount: Mount) -> bool:
+        """The cursor's file, which only one process has locked."""
+        if self._mount is mount and self._lock is not None:
+            return True
+        fd = try_lock(mount.root, names.SCRUB_CURSOR, os.O_CREAT)
+        if fd is None:
+            return False
+        self._lock, self._mount = fd, mount
+        cursor = os.pread(fd.number, CURSOR_BYTES, 0).decode("ascii", "replace").strip()
+        self._paths = chunks_after(mount.root, cursor)
+        return True
+
+    def _save(self, cursor: str) -> None:
+        assert self._mount is not None
+        self._unsaved = 0
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = Fd(os.open(names.SCRUB_CURSOR, flags, dir_fd=self._mount.root.number))
+        os.pwrite(fd.number, cursor.ljust(CURSOR_BYTES).encode(), 0)

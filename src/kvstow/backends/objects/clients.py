@@ -1,0 +1,172 @@
+"""obstore's clients, and what their faults mean."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
+
+from kvstow.backends.objects.options import ObjectsOptions
+from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
+
+FIRST_BACKOFF: Final = timedelta(milliseconds=50)
+LONGEST_BACKOFF: Final = timedelta(seconds=1)
+REFUSED: Final = (
+    exceptions.PermissionDeniedError,
+    exceptions.UnauthenticatedError,
+    exceptions.NotSupportedError,
+    exceptions.InvalidPathError,
+    exceptions.UnknownConfigurationKeyError,
+)
+NO_SUCH_PLACE: Final = ("NoSuchBucket", "ContainerNotFound")  # S3 and GCS; Azure
+TRANSIENT_STATUS: Final = (408, 409, 425, 429)
+_NO_KEYS: Final = "no credentials in the environment, nor from this host's metadata service: set"
+_KEYS_OF_S3: Final = (
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, objects.profile, or objects.anonymous"
+)
+_FIXES: Final = (  # what a fault's text has, what to do
+    ("BadScheme", "plain http: set objects.allow_http, or an endpoint that begins with https://"),
+    ("/latest/api/token", f"{_NO_KEYS} {_KEYS_OF_S3}"),
+    ("/latest/meta-data/", f"{_NO_KEYS} {_KEYS_OF_S3}"),
+    ("Missing SecretAccessKey", f"set {_KEYS_OF_S3}"),
+    ("Missing AccessKeyId", f"set {_KEYS_OF_S3}"),
+    ("/computeMetadata/", f"{_NO_KEYS} GOOGLE_APPLICATION_CREDENTIALS, or objects.anonymous"),
+    (
+        "/metadata/identity/",
+        f"{_NO_KEYS} AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_KEY, or objects.anonymous",
+    ),
+    ("Account must be specified", "set objects.account, or AZURE_STORAGE_ACCOUNT_NAME"),
+)
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
+_HOST: Final = re.compile(r"https?://([^/\s?]*)")
+
+
+def open_client(options: ObjectsOptions) -> Any:
+    """Connects to nothing yet. Raises ``StoreRefused`` where obstore can't use ``options``."""
+    bucket = options.bucket
+    if bucket.kind == "file":
+        Path(bucket.name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return LocalStore(bucket.name)
+    if bucket.kind == "memory":
+        return MemoryStore()
+    common: dict[str, Any] = {
+        "client_options": _client_options(options),
+        "retry_config": _retries(options),
+    }
+    if options.anonymous:
+        common["skip_signature"] = True
+    try:
+        if bucket.kind == "gcs":
+            if options.endpoint:
+                common["base_url"] = options.endpoint
+            return GCSStore(bucket.name, **common)
+        if bucket.kind == "azure":
+            if options.account:
+                common["account_name"] = options.account
+            if options.endpoint:
+                common["endpoint"] = options.endpoint
+            return AzureStore(bucket.name, **common)
+        return S3Store(bucket.name, **_s3(options), **common)
+    except (exceptions.BaseError, OSError, ValueError) as error:
+        raise StoreRefused(_said(error)) from None
+
+
+def _client_options(options: ObjectsOptions) -> dict[str, Any]:
+    client: dict[str, Any] = {
+        "timeout": timedelta(seconds=options.timeout_s),
+        "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+        "allow_http": options.http,
+    }
+    if options.ca_file is not None:
+        client["root_certificate"] = Path(options.ca_file).read_bytes()
+    return client
+
+
+def _retries(options: ObjectsOptions) -> dict[str, Any]:
+    return {
+        "max_retries": options.retries,
+        "retry_timeout": timedelta(seconds=options.timeout_s),
+        "backoff": {"init_backoff": FIRST_BACKOFF, "max_backoff": LONGEST_BACKOFF, "base": 2},
+    }
+
+
+def _s3(options: ObjectsOptions) -> dict[str, Any]:
+    """A frame has its own checksum, so its bytes are signed (1.2 s of a core a GB) only where no TLS carries them."""
+    s3: dict[str, Any] = {
+        "virtual_hosted_style_request": options.virtual_host,
+        "disable_bulk_delete": True,  # deletes are rare and few; some compatible servers lack it
+    }
+    if options.endpoint is None or options.endpoint.startswith("https:"):
+        s3["unsigned_payload"] = True
+    if options.endpoint:
+        s3["endpoint"] = options.endpoint
+    if options.region:
+        s3["region"] = options.region
+    if options.profile:
+        s3["credential_provider"] = _profile(options.profile)
+    return s3
+
+
+def _profile(name: str) -> Any:
+    """Credentials of a profile in the AWS tools' files, by boto3: obstore itself reads none."""
+    try:
+        boto3, auth = import_module("boto3"), import_module("obstore.auth.boto3")
+        unknown = import_module("botocore.exceptions").BotoCoreError
+    except ModuleNotFoundError as error:
+        raise StoreRefused("objects.profile needs boto3: pip install boto3") from error
+    try:
+        return auth.Boto3CredentialProvider(boto3.Session(profile_name=name))
+    except (unknown, ValueError) as error:
+        raise StoreRefused(f"objects.profile {name}: {type(error).__name__}") from None
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that the store answered with."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
+
+
+def code_of(error: BaseException) -> str:
+    """S3's own word for it, such as ``NoSuchBucket``; empty where the answer had none."""
+    found = _CODE.search(str(error))
+    return found[1] if found else ""
+
+
+def as_store_error(error: BaseException) -> StoreError:
+    """Every fault that asking again may heal is transient; what the store will always refuse is not."""
+    status = status_of(error)
+    refused = isinstance(error, REFUSED) or (
+        isinstance(error, FileNotFoundError) and code_of(error) in NO_SUCH_PLACE
+    )
+    refused = refused or (
+        status is not None and 400 <= status < 500 and status not in TRANSIENT_STATUS
+    )
+    refused = refused or "BadScheme" in str(error)
+    return StoreRefused(_said(error)) if refused else StoreUnavailable(_said(error))
+
+
+def _said(error: BaseException) -> str:
+    """What to log: kind, host, status, code. Not the store's own text, which may repeat a key's name or a signature."""
+    text = str(error)
+    host, status, code = _HOST.search(text), status_of(error), code_of(error)
+    words = [type(error).__name__]
+    if host:
+        words.append(f"from {host[1].rpartition('@')[2]}")
+    if status is not None:
+        words.append(f"status {status}")
+    if code:
+        words.append(code)
+    if "TimedOut" in text or "kind: Timeout" in text:
+        words.append("timed out")
+    elif "kind: Connect" in text:
+        words.append("cannot connect")
+    elif host is None and status is None:
+        words.append(text.partition("\n")[0][:200])
+    fixes = [fix for mark, fix in _FIXES if mark in text]
+    return ": ".join([" ".join(words), *fixes[:1]])

@@ -1,0 +1,14 @@
+"""The Redis and Valkey tier: see ``store`` for what it is, ``envelope`` for its values, ``wire`` for how bytes move.
+
+Importing this package needs no client library; ``kvstow.backends.redis.store`` needs redis-py.
+"""
+
+from kvstow.backends.redis.options import (
+    MAX_PART_BYTES,
+    MIN_PART_BYTES,
+    RedisOptions,
+    Tls,
+    parse_address,
+)
+
+__all__ = ["MAX_PART_BYTES", "MIN_PART_BYTES", "RedisOptions", "Tls", "parse_address"]

@@ -1,1 +1,0 @@
-"""kvstow.policy"""

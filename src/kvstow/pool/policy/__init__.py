@@ -1,0 +1,1 @@
+"""kvstow.pool.policy"""

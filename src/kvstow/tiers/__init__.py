@@ -1,0 +1,8 @@
+"""A lower tier: a store behind threads, limits and a breaker, as the owner's thread sees it."""
+
+from kvstow.tiers.call import Call
+from kvstow.tiers.limits import TierLimits, WriteRate
+from kvstow.tiers.moves import Coder
+from kvstow.tiers.tier import Tier
+
+__all__ = ["Call", "Coder", "Tier", "TierLimits", "WriteRate"]
