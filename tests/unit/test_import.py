@@ -36,7 +36,7 @@ def without_clients() -> list[str]:
         parts = path.relative_to(SOURCE).with_suffix("").parts
         if parts[0] in ("vllm", "device", "codec", "testing") and len(parts) > 1:
             continue
-        if parts[:1] == ("store",) and parts[1] in ("redis", "objects", "mooncake"):
+        if parts[:1] == ("backends",) and parts[1] in ("redis", "objects", "mooncake"):
             continue
         names.append(".".join(("kvstow", *(part for part in parts if part != "__init__"))))
     return names

@@ -1,4 +1,4 @@
-from tests.unit.policy.keys import always, key, keys, never
+from tests.unit.pool.policy.keys import always, key, keys, never
 
 from kvstow.pool.policy.base import MAX_LEASED_SKIPS
 from kvstow.pool.policy.s3fifo import MAX_STEPS, S3FIFO
