@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvstow.device import cpu
 from kvstow.device.base import Device, Transfer
-from kvstow.device.cpu import CpuDevice, TorchMover, one_thread
+from kvstow.device.cpu import CpuDevice
+from kvstow.device.page_copy import (
+    Int64s,
+    PageCopies,
+    PageCopy,
+    copy_page_by_page,
+    kernels,
+)
 from kvstow.errors import CopyError
 from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.testing.device_suite import DeviceSuite, everything
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
 
-class FailingMover(TorchMover):
-    """From its ``fail_at``-th call on it moves half of the rows and raises."""
+def failing(fail_at: int) -> PageCopies:
+    """Copies that move half of the pages and raise, from call ``fail_at`` on."""
+    left = fail_at
 
-    def __init__(self, fail_at: int) -> None:
-        self._left = fail_at
-
-    def _spent(self) -> bool:
-        self._left -= 1
-        return self._left < 0
-
-    def gather(self, rows: torch.Tensor, index: torch.Tensor, host: torch.Tensor) -> None:
-        spent = self._spent()
-        half = len(index) // 2 if spent else len(index)
-        super().gather(rows, index[:half], host[:half])
-        if spent:
+    def copy(
+        planes: Int64s, ids: Int64s, place: int, per_chunk: int, first: int, load: bool
+    ) -> None:
+        nonlocal left
+        left -= 1
+        moved = ids if left >= 0 else ids[: len(ids) // 2]
+        copy_page_by_page(planes, moved, place, per_chunk, first, load)
+        if left < 0:
             raise RuntimeError("injected")
 
-    def scatter(self, rows: torch.Tensor, index: torch.Tensor, host: torch.Tensor) -> None:
-        spent = self._spent()
-        half = len(index) // 2 if spent else len(index)
-        super().scatter(rows, index[:half], host[:half])
-        if spent:
-            raise RuntimeError("injected")
+    return PageCopies(copy, copy)
 
 
 class TestCpuDevice(DeviceSuite):
     def make_device(self, fail_at: int | None = None) -> Device:
-        mover = None if fail_at is None else FailingMover(fail_at)
-        return CpuDevice(ThreadExecutor("copy"), SystemClock(), mover=mover)
+        copies = None if fail_at is None else failing(fail_at)
+        return CpuDevice(ThreadExecutor("copy"), SystemClock(), copies=copies)
 
 
 class TestCpuDeviceByHand(DeviceSuite):
@@ -50,8 +48,36 @@ class TestCpuDeviceByHand(DeviceSuite):
 
     def make_device(self, fail_at: int | None = None) -> Device:
         clock = ManualClock()
-        mover = None if fail_at is None else FailingMover(fail_at)
-        return CpuDevice(ManualExecutor(clock, run_in_wait=True), clock, mover=mover)
+        copies = None if fail_at is None else failing(fail_at)
+        return CpuDevice(ManualExecutor(clock, run_in_wait=True), clock, copies=copies)
+
+
+class CopiesSuite(DeviceSuite):
+    """The suite with one fixed way to copy, which a measurement on this machine might not choose."""
+
+    copies: PageCopies
+
+    def make_device(self, fail_at: int | None = None) -> Device:
+        copies = self.copies if fail_at is None else failing(fail_at)
+        return CpuDevice(ThreadExecutor("copy"), SystemClock(), copies=copies)
+
+
+def compiled() -> tuple[PageCopy, PageCopy]:
+    found = kernels()
+    assert found is not None, "vLLM's CPU build brings numba"
+    return found.plain, found.streaming
+
+
+class TestPlainCopies(CopiesSuite):
+    copies = PageCopies(compiled()[0], compiled()[0])
+
+
+class TestStreamingCopies(CopiesSuite):
+    copies = PageCopies(compiled()[1], compiled()[1])
+
+
+class TestCopiesWithoutNumba(CopiesSuite):
+    copies = PageCopies(copy_page_by_page, copy_page_by_page)
 
 
 def by_hand(**options: int) -> tuple[CpuDevice, ManualExecutor]:
@@ -135,39 +161,6 @@ def test_close_reports_what_it_could_not_wait_for() -> None:
     device.copy_in(1, [Transfer(host.place(0), [1])])
     device.close()
     assert [(finished.ticket, finished.failed) for finished in device.finished()] == [(1, (0,))]
-
-
-def test_a_chunk_over_one_storage_is_one_call() -> None:
-    """What the copy rates rest on: vLLM's layers share a storage, and a whole chunk of them is gathered at once."""
-
-    class Counting(TorchMover):
-        calls = 0
-
-        def gather(self, rows: torch.Tensor, index: torch.Tensor, host: torch.Tensor) -> None:
-            self.calls += 1
-            assert rows.dtype == torch.complex128
-            super().gather(rows, index, host)
-
-    for layout, calls in (
-        ("packed_lbhnc", 1),
-        ("packed_blnhc", 1),
-        ("packed_lhbnc", 1),
-        ("kv_first", 6),
-    ):
-        clock, mover = ManualClock(), Counting()
-        device = CpuDevice(ManualExecutor(clock, run_in_wait=True), clock, mover=mover)
-        suite = TestCpuDevice()
-        _, host = suite.attach(device, suite.build(layout, layers=6), blocks_per_chunk=4)
-        device.copy_out(1, [Transfer(host.place(0), [5, 3, 8, 1])])
-        suite.good(device, 1)
-        assert mover.calls == calls, layout
-
-
-def test_thread_count_is_restored() -> None:
-    before = torch.get_num_threads()
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
 
 
 def test_blocks_that_are_not_copied_stay() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from kvstow.device.base import KVCache, KVSpec, Transfer
 from kvstow.device.pages import Pages, recognise
 from kvstow.errors import CopyError, UnsupportedError
@@ -39,6 +41,26 @@ class GroupPlan:
         for page in layers:
             self.prefix_bytes.append(at)
             at += page.layer.page_bytes
+
+
+def plane_table(plan: GroupPlan) -> torch.Tensor:
+    """Addresses of a group's planes: int64 ``[planes, 6]``, in payload order.
+
+    Columns: address of block 0; bytes from one block to the next; bytes of the plane in one block;
+    bytes of a whole page of its layer; bytes of the pages of the layers before it; offset of the plane
+    inside its page.
+    """
+    rows = []
+    for layer, prefix_bytes in zip(plan.layers, plan.prefix_bytes, strict=True):
+        within = 0
+        for plane in layer.planes:
+            width = plane.shape[1]
+            page_bytes = layer.layer.page_bytes
+            rows.append(
+                (plane.data_ptr(), plane.stride(0), width, page_bytes, prefix_bytes, within)
+            )
+            within += width
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def attach_groups(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvstow.device.plan import GroupPlan, Move
+from kvstow.device.plan import GroupPlan, Move, plane_table
 
 
 class Segments(NamedTuple):
@@ -39,20 +39,8 @@ class GroupAddresses:
     """Addresses of one group's planes."""
 
     def __init__(self, plan: GroupPlan) -> None:
-        base, stride, width, page, prefix, within = [], [], [], [], [], []
-        for layer, at in zip(plan.layers, plan.prefix_bytes, strict=True):
-            inside = 0
-            for plane in layer.planes:
-                base.append(plane.data_ptr())
-                stride.append(plane.stride(0))
-                width.append(plane.shape[1])
-                page.append(layer.layer.page_bytes)
-                prefix.append(at)
-                within.append(inside)
-                inside += plane.shape[1]
-        columns = (base, stride, width, page, prefix, within)
         self._base, self._stride, self._width, self._page, self._prefix, self._within = (
-            torch.tensor(column, dtype=torch.int64).unsqueeze(1) for column in columns
+            plane_table(plan).T.contiguous().unsqueeze(2)
         )
 
     def segments(self, move: Move, piece_bytes: int) -> Segments:

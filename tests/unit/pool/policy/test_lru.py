@@ -1,7 +1,6 @@
-from tests.unit.pool.policy.keys import always, key, keys, never
-
 from kvstow.pool.policy.base import MAX_LEASED_SKIPS
 from kvstow.pool.policy.lru import LRU
+from tests.unit.pool.policy.keys import always, key, keys, never
 
 
 def test_the_longest_unused_goes_first() -> None:

@@ -1,7 +1,6 @@
-from tests.unit.pool.policy.keys import always, key, keys, never
-
 from kvstow.pool.policy.base import MAX_LEASED_SKIPS
 from kvstow.pool.policy.s3fifo import MAX_STEPS, S3FIFO
+from tests.unit.pool.policy.keys import always, key, keys, never
 
 
 def held(names: str, *, touched: str = "", times: int = 2) -> S3FIFO:
