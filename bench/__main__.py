@@ -1,7 +1,8 @@
 """``make bench``: every part in turn, merged into out/bench.json.
 
 A part is a module of this package with ``run() -> dict``. A part that is run alone (``--only copy``) replaces its
-figures and leaves the others of an earlier run. Compare only figures of one run on one quiet machine.
+figures and leaves the others of an earlier run on the same machine. ``machine`` in the results has the
+processor's model and flags. Compare only figures of one run on one quiet machine.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import platform
 import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
+
+from bench.machine import machine
 
 OUT: Final = Path(__file__).resolve().parent.parent / "out" / "bench.json"
 PARTS: Final = (
@@ -58,6 +60,15 @@ def headlines(result: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]
     return found
 
 
+def earlier(out: Path, here: dict[str, Any]) -> dict[str, Any]:
+    """The results in ``out``, or none where another processor gave them."""
+    if not out.exists():
+        return {}
+    found: dict[str, Any] = json.loads(out.read_text())
+    same = found.get("machine", {}).get("model") == here["model"]
+    return found if same else {}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="make bench", description="What kvstow costs and gains on this machine."
@@ -68,9 +79,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     console = Console()
-    result: dict[str, Any] = (
-        json.loads(arguments.out.read_text()) if arguments.only and arguments.out.exists() else {}
-    )
+    here = machine()
+    result = earlier(arguments.out, here) if arguments.only else {}
+    began_s = time.monotonic()
     for name in arguments.only or PARTS:
         started = time.monotonic()
         with console.status(f"measuring {name}"):
@@ -81,12 +92,10 @@ def main() -> int:
                 f"  {key} = {value:.4g}" if isinstance(value, float) else f"  {key} = {value}"
             )
         result = merge(result, part)
-    result["machine"] = {
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-    }
+    result["machine"] = here
     arguments.out.parent.mkdir(exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    console.print(f"{time.monotonic() - began_s:.0f} s in all, on {here['model']}", highlight=False)
     console.print(f"Results: {arguments.out}", soft_wrap=True)
     return 0
 

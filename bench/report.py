@@ -11,14 +11,16 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from bench.machine import machine
+
 OUT: Final = Path(__file__).resolve().parent.parent / "out"
 
 
 def finish(result: dict[str, Any], table: Table, out: Path) -> None:
-    """Print the table, write the result to ``out``."""
+    """Prints the table, writes the result and the machine it comes from to ``out``."""
     Console().print(table)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
+    out.write_text(json.dumps(result | {"machine": machine()}, indent=2) + "\n")
 
 
 def options(
