@@ -1,8 +1,9 @@
 """``make bench``: every part in turn, merged into out/bench.json.
 
-A part is a module of this package with ``run() -> dict``. A part that is run alone (``--only copy``) replaces its
-figures and leaves the others of an earlier run on the same machine. ``machine`` in the results has the
-processor's model and flags. Compare only figures of one run on one quiet machine.
+A part is a module of this package with ``run() -> dict``. A part that is run alone (``--only
+copy``) replaces its figures and leaves the others of an earlier run on the same machine.
+``machine`` in the results has the processor's model and flags. Compare only figures of one run on
+one quiet machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Codecs on KV of the demo's model: three fixed texts (bench/texts), one core, zstd level 1 beside them."""
+"""Codecs on KV of the demo's model:
+
+three fixed texts (bench/texts), one core, zstd level 1 beside them.
+"""
 
 from __future__ import annotations
 

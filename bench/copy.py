@@ -1,7 +1,8 @@
 """Pages to slots and back, through the CPU device, against memcpy of the same bytes.
 
-Both sides run on one thread over the same working set (at least 256 MB): the device copies whole chunks between
-shuffled blocks and slots, memcpy moves the same number of bytes in one call. Sides alternate; medians count.
+Both sides run on one thread over the same working set (at least 256 MB): the device copies whole
+chunks between shuffled blocks and slots, memcpy moves the same number of bytes in one call. Sides
+alternate; medians count.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Direct storage on files against raw I/O: the same file, the same I/O size and depth, sides alternating, medians.
+"""Direct storage on files against raw I/O: the same file, the same I/O size and depth, sides
+alternating, medians.
 
-Raw is preadv or pwritev with O_DIRECT between aligned memory and the file's extents, and nothing else. Direct storage
-is what ``bench.disk`` measures of the disk tier: between staging and extents, checksums and header pages included;
-``disk_*_cpu_s_per_gb`` are that bench's in the same run. The extents that are read were written in the same round;
-direct I/O has no cache to be cold.
+Raw is preadv or pwritev with O_DIRECT between aligned memory and the file's extents, and nothing
+else. Direct storage is what ``bench.disk`` measures of the disk tier: between staging and extents,
+checksums and header pages included; ``disk_*_cpu_s_per_gb`` are that bench's in the same run. The
+extents that are read were written in the same round; direct I/O has no cache to be cold.
 
-``pages_*`` are a worker's whole path, copies between staging and the engine's pages included, with threads fed by a
-loop like the engine's. The disk tier's path has such copies too, between the pool and the pages, which its bench does
-not count either.
+``pages_*`` are a worker's whole path, copies between staging and the engine's pages included, with
+threads fed by a loop like the engine's. The disk tier's path has such copies too, between the pool
+and the pages, which its bench does not count either.
 """
 
 from __future__ import annotations
@@ -47,9 +48,8 @@ ROUNDS: Final = 15
 FIRST_ROUNDS_DROPPED: Final = 1  # extents are allocated, not yet written
 BLOCK_TOKENS: Final = 32
 LAYERS: Final = 32
-PAGE_BYTES: Final = (
-    128 << 10
-)  # 8 KV heads of 128 in bfloat16, 32 tokens, K and V: an 8B model's 4 MiB a block
+# 8 KV heads of 128 in bfloat16, 32 tokens, K and V: an 8B model's 4 MiB a block
+PAGE_BYTES: Final = 128 << 10
 DISK_ROUNDS: Final = 5
 POLL_S: Final = 0.0005  # as often as an idle engine's loop comes by
 
@@ -144,7 +144,10 @@ def raw_works(subject: Subject, fd: int) -> dict[str, bench.disk.Work]:
 def media_works(
     media: Media, leases: Sequence[Lease], slots: Sequence[memoryview]
 ) -> dict[str, bench.disk.Work]:
-    """The engine ``file`` without the pages: each thread of the pool has a staging area, told by its slot."""
+    """The engine ``file`` without the pages:
+
+    each thread of the pool has a staging area, told by its slot.
+    """
     areas = {id(slot): area for area, slot in enumerate(slots)}
     places = [lease.place for lease in leases]
 
@@ -206,7 +209,11 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def run(rounds: int = ROUNDS, folder: Path = OUT) -> dict[str, Any]:
-    """``{"direct": {"read_over_raw": ..., "write_over_raw": ..., ...}}``, measured in a new directory in ``folder``."""
+    """``{"direct":
+
+    {"read_over_raw": ..., "write_over_raw": ..., ...}}``, measured in a new directory in
+    ``folder``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-direct-") as root:
         result = measure(Path(root) / "direct", rounds)

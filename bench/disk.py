@@ -1,11 +1,14 @@
-"""The disk tier against raw I/O: the same files, the same I/O size and depth, sides alternating, medians.
+"""The disk tier against raw I/O: the same files, the same I/O size and depth, sides alternating,
+medians.
 
-Reading, both sides read the same cold files: raw is open, preadv, close; the tier also finds the file, checks that it
-is one, and verifies the frame's checksum. Writing, both make new files: raw is open, pwritev, close; the tier also
-keeps the directory's size limit and publishes atomically. Raw is the faster of direct and buffered I/O.
+Reading, both sides read the same cold files: raw is open, preadv, close; the tier also finds the
+file, checks that it is one, and verifies the frame's checksum. Writing, both make new files: raw is
+open, pwritev, close; the tier also keeps the directory's size limit and publishes atomically. Raw
+is the faster of direct and buffered I/O.
 
-A buffered write has only reached memory when it returns; to compare it, the flush that ends it is in its time. Its
-rate without the flush is shown as "cached": it holds until the dirty pages' limit is reached, not longer.
+A buffered write has only reached memory when it returns; to compare it, the flush that ends it is
+in its time. Its rate without the flush is shown as "cached": it holds until the dirty pages' limit
+is reached, not longer.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ Work = Callable[[int, memoryview], None]  # chunk, slot
 
 
 class Frames:
-    """A slot for each chunk, in memory such as the pool's, and a sealed frame of any chunk on demand."""
+    """A slot for each chunk, in memory such as the pool's, and a sealed frame of any chunk on
+    demand.
+    """
 
     def __init__(self, slots: int = CHUNKS) -> None:
         self._host = HostMemory.anonymous(slots * GROUP.frame_bytes, "bench")
@@ -66,8 +71,8 @@ class Frames:
 
 
 class Pool:
-    """``DEPTH`` threads that take the chunks in turn, and the slot that has not been used for longest: of as many slots
-    as in a pool, none is still in the processor's cache."""
+    """``DEPTH`` threads that take the chunks in turn, and the slot that has not been used for
+    longest: of as many slots as in a pool, none is still in the processor's cache."""
 
     def __init__(self, slots: Sequence[memoryview]) -> None:
         self._slots = deque(slots)
@@ -199,8 +204,9 @@ def measure(root: Path, rounds: int) -> dict[str, float]:
 
 
 def summary(took: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
-    """Medians of wall and CPU seconds in each round; the tier's share of the raw side whose median is the faster, as a
-    median of ratios within a round: what the disk does in one round it does to both."""
+    """Medians of wall and CPU seconds in each round; the tier's share of the raw side whose median
+    is the faster, as a median of ratios within a round: what the disk does in one round it does to
+    both."""
     gigabytes = CHUNKS * GROUP.frame_bytes / 1e9
     result: dict[str, float] = {}
     for name, times in took.items():
@@ -225,7 +231,10 @@ def rotated(names: Sequence[str], by: int) -> Sequence[str]:
 
 
 def run(rounds: int = ROUNDS, folder: Path = OUT) -> dict[str, Any]:
-    """``{"disk": {"read_over_raw": ..., "write_over_raw": ..., ...}}``, measured in a new directory in ``folder``."""
+    """``{"disk": {"read_over_raw":
+
+    ..., "write_over_raw": ..., ...}}``, measured in a new directory in ``folder``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-disk-") as root:
         shape = {

@@ -1,10 +1,11 @@
 """What the disk tier's threads cost the thread that they share the interpreter with.
 
-A victim does fixed Python work, of the kind a scheduler's step is: while the tier writes, reads, verifies and deletes
-4 MiB chunks flat out on threads of the same process, and while another process does the same at the rate that the
-first reached: as fast as it can, it would move more, because it need not wait for the victim's lock. The two take turns
-of half a second. Two cores and one disk are shared either way, so the ratio of the two times is what the threads take
-through the interpreter's lock.
+A victim does fixed Python work, of the kind a scheduler's step is: while the tier writes, reads,
+verifies and deletes 4 MiB chunks flat out on threads of the same process, and while another process
+does the same at the rate that the first reached: as fast as it can, it would move more, because it
+need not wait for the victim's lock. The two take turns of half a second. Two cores and one disk are
+shared either way, so the ratio of the two times is what the threads take through the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ ROUNDS: Final = 40  # short ones: what else the machine does changes from second
 
 
 def victim() -> float:
-    """Seconds that ``STEPS`` scheduler-like steps take: dicts, lists and small objects, nothing that blocks."""
+    """Seconds that ``STEPS`` scheduler-like steps take:
+
+    dicts, lists and small objects, nothing that blocks.
+    """
     began = time.perf_counter()
     for step in range(STEPS):
         running = {f"request-{i}": [i, i * 7 % 128, step] for i in range(REQUESTS)}
@@ -59,7 +63,10 @@ def victim() -> float:
 
 
 class Load:
-    """Writes and reads on ``threads`` threads while it is told to: flat out, or ``bytes_s`` in all."""
+    """Writes and reads on ``threads`` threads while it is told to:
+
+    flat out, or ``bytes_s`` in all.
+    """
 
     def __init__(self, root: Path, threads: int) -> None:
         self._threads = threads
@@ -100,7 +107,10 @@ class Load:
             self._moved[which] += 2 * len(slot)
 
     def set(self, bytes_s: float) -> int:
-        """Go on at this rate: 0 is a halt, infinite is flat out. Returns how many bytes were moved so far."""
+        """Go on at this rate:
+
+        0 is a halt, infinite is flat out. Returns how many bytes were moved so far.
+        """
         self._pause_s = self._threads * 2 * GROUP.frame_bytes / bytes_s if bytes_s else 0.0
         (self._go.set if bytes_s else self._go.clear)()
         return sum(self._moved)
@@ -148,7 +158,10 @@ def outside(root: Path, threads: int) -> Iterator[Callable[[float], int]]:
 
 
 def serve(root: Path, threads: int) -> None:
-    """The other process: sets the rate that each line says, until none comes, and answers what it has moved."""
+    """The other process:
+
+    sets the rate that each line says, until none comes, and answers what it has moved.
+    """
     load = Load(root, threads)
     for line in sys.stdin:
         print(load.set(float(line)), flush=True)
@@ -156,7 +169,10 @@ def serve(root: Path, threads: int) -> None:
 
 
 def run(rounds: int = ROUNDS, folder: Path = OUT, threads: int = THREADS) -> dict[str, Any]:
-    """``{"gil": {"victim_slowdown": ..., ...}}``: medians; the slow-down is a median of ratios within a round."""
+    """``{"gil": {"victim_slowdown":
+
+    ..., ...}}``: medians; the slow-down is a median of ratios within a round.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, list[float]] = {"alone": [], "inside": [], "outside": []}
     rates: dict[str, list[float]] = {"inside": [], "outside": []}

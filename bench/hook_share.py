@@ -1,7 +1,9 @@
-"""``ttft.hook_share``: seconds inside kvstow's hooks and copies, over the seconds of a cold prefill.
+"""``ttft.hook_share``: seconds inside kvstow's hooks and copies, over the seconds of a cold
+prefill.
 
-One process holds vLLM's scheduler and its worker, so that every hook can be timed where it is called. Copies run on
-a thread of their own beside the computation; their seconds are added as if they did not.
+One process holds vLLM's scheduler and its worker, so that every hook can be timed where it is
+called. Copies run on a thread of their own beside the computation; their seconds are added as if
+they did not.
 """
 
 from __future__ import annotations
@@ -110,7 +112,10 @@ def measure() -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """``{"ttft": {"hook_share": ..., "hooks_ms": ..., "copies_ms": ..., "cold_prefill_s": ...}}``"""
+    """``{"ttft": {"hook_share":
+
+    ..., "hooks_ms": ..., "copies_ms": ..., "cold_prefill_s": ...}}``
+    """
     with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
         done = subprocess.run(
             [sys.executable, "-m", "bench.hook_share", result.name],

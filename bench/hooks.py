@@ -1,8 +1,9 @@
-"""All scheduler hooks of one step of 256 decoding requests of which 16 finish a chunk, with ``save_decode``.
+"""All scheduler hooks of one step of 256 decoding requests of which 16 finish a chunk, with
+``save_decode``.
 
-A step is ``build_connector_meta``, ``update_connector_output`` of the workers' answer to it (16 commits),
-``has_pending_push_work`` and ``get_kv_connector_stats``, on vLLM's own output objects. The pool is full, so each
-store evicts.
+A step is ``build_connector_meta``, ``update_connector_output`` of the workers' answer to it (16
+commits), ``has_pending_push_work`` and ``get_kv_connector_stats``, on vLLM's own output objects.
+The pool is full, so each store evicts.
 """
 
 from __future__ import annotations

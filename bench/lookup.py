@@ -1,5 +1,6 @@
-"""A cold query of a prompt whose 1,000 chunks are all in the pool: keys are built from its block hashes, every chunk is
-looked up and touched, as vLLM's ``get_num_new_matched_tokens`` asks for it the first time."""
+"""A cold query of a prompt whose 1,000 chunks are all in the pool: keys are built from its block
+hashes, every chunk is looked up and touched, as vLLM's ``get_num_new_matched_tokens`` asks for it
+the first time."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ WARM_UP = 5
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
-    """``{"lookup": {"us_per_1000_chunks": ..., "us_again": ...}}``, medians. ``us_again``: asked again, unchanged."""
+    """``{"lookup":
+
+    {"us_per_1000_chunks": ..., "us_again": ...}}``, medians. ``us_again``: asked again, unchanged.
+    """
     side = scheduler_side(2 * CHUNKS, BLOCK_TOKENS, BLOCKS_PER_CHUNK, save_decode=False)
     connector = connector_around(side)
     hashes = [hashlib.sha256(str(i).encode()).digest() for i in range(CHUNKS * BLOCKS_PER_CHUNK)]

@@ -1,9 +1,10 @@
 """The Mooncake tier against its client alone, moving the same bytes with the same store; medians.
 
-Master and lending process are on loopback, bytes go over TCP. The client alone is its ``get_into`` and ``put_from`` on
-registered slots, which wait in a busy loop: on few cores they hold up their own transfers, each run as it happens. The
-tier uses the client's ranged calls, which don't. It also keeps deletes and reads of a key apart, sees that nothing
-follows the bytes that it reads, and verifies the frame's checksum.
+Master and lending process are on loopback, bytes go over TCP. The client alone is its ``get_into``
+and ``put_from`` on registered slots, which wait in a busy loop: on few cores they hold up their own
+transfers, each run as it happens. The tier uses the client's ranged calls, which don't. It also
+keeps deletes and reads of a key apart, sees that nothing follows the bytes that it reads, and
+verifies the frame's checksum.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def _address(slot: memoryview) -> int:
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
-    """``{"mooncake": {"get_over_client": ..., "put_over_client": ..., "mib_4": {...}}}``: the least, and each size."""
+    """``{"mooncake":
+
+    {"get_over_client": ..., "put_over_client": ..., "mib_4": {...}}}``: the least, and each size.
+    """
     if (why := missing()) is not None:
         return {"mooncake": {"skipped": why}}
     quiet()

@@ -1,9 +1,11 @@
-"""The object store tier against its client alone, moving the same bytes with the same store; medians.
+"""The object store tier against its client alone, moving the same bytes with the same store;
+medians.
 
-The store is a fast fake one on loopback, in its own process (``tests.rigs.object_server``): a real one would be
-slower, and hide what the tier costs. The client alone is obstore's ``get`` and ``put`` of whole frames, its bytes left
-where it put them. The tier also takes lengths before bytes, puts the bytes into a slot, splits what is larger than
-``part_size``, and, reading, verifies the frame's checksum.
+The store is a fast fake one on loopback, in its own process (``tests.rigs.object_server``): a real
+one would be slower, and hide what the tier costs. The client alone is obstore's ``get`` and ``put``
+of whole frames, its bytes left where it put them. The tier also takes lengths before bytes, puts
+the bytes into a slot, splits what is larger than ``part_size``, and, reading, verifies the frame's
+checksum.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class Alone(Client):
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
-    """``{"objects": {"get_over_client": ..., "put_over_client": ..., "mib_4": {...}}}``: the least, and each size."""
+    """``{"objects":
+
+    {"get_over_client": ..., "put_over_client": ..., "mib_4": {...}}}``: the least, and each size.
+    """
     try:
         from kvstow.backends.objects.options import ObjectsOptions, parse_url
         from kvstow.backends.objects.store import ObjectsStore

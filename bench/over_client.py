@@ -1,4 +1,7 @@
-"""A store against its client alone: the same frames, slots, threads and server; the sides alternate."""
+"""A store against its client alone:
+
+the same frames, slots, threads and server; the sides alternate.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,8 @@ from kvstow.layout import HEADER_BYTES, GroupLayout
 from kvstow.runtime import ThreadExecutor
 
 SIZES_MIB: Final = (1, 4, 32)
-ROUND_BYTES: Final = (
-    512 << 20
-)  # four chunks a thread of the largest, so that the checks of some overlap with others
+# four chunks a thread of the largest, so that the checks of some overlap with others
+ROUND_BYTES: Final = 512 << 20
 DEPTH: Final = 4
 FIRST_ROUNDS_DROPPED: Final = 1  # connections made, memory taken from the system
 NAMESPACE: Final = Namespace.from_fields({"made by": "bench"})
@@ -63,7 +65,9 @@ class Tier:
 
 
 def compare(client: Client, store: Store, rounds: int) -> dict[str, Any]:
-    """``get_over_client`` and ``put_over_client``, the least of all sizes; under ``mib_<n>`` each size's."""
+    """``get_over_client`` and ``put_over_client``, the least of all sizes; under ``mib_<n>`` each
+    size's.
+    """
     sizes = {f"mib_{mib}": _measure(client, store, mib, rounds) for mib in SIZES_MIB}
     least = {
         f"{way}_over_client": min(size[f"{way}_over_client"] for size in sizes.values())

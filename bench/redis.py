@@ -1,8 +1,10 @@
-"""The Redis tier against plain sockets that move the same bytes, same server, sides alternating, medians.
+"""The Redis tier against plain sockets that move the same bytes, same server, sides alternating,
+medians.
 
-Raw is GET and SET of whole frames over blocking sockets, each thread one socket and one slot, nothing else. The tier
-also goes through redis-py's pool of connections, keeps to its deadlines, writes envelopes, splits what is larger than
-``part_size``, and, reading, verifies the frame's checksum.
+Raw is GET and SET of whole frames over blocking sockets, each thread one socket and one slot,
+nothing else. The tier also goes through redis-py's pool of connections, keeps to its deadlines,
+writes envelopes, splits what is larger than ``part_size``, and, reading, verifies the frame's
+checksum.
 """
 
 from __future__ import annotations
@@ -89,9 +91,8 @@ def measure(server: RedisServer, mib: int, rounds: int) -> dict[str, float]:
             for side in sides:
                 works = [getattr(raw[i] if side == "raw" else tier, way) for i in range(DEPTH)]
                 run(f"{side}_{way}", works)
-                if (
-                    way == "put"
-                ):  # each side writes into an emptied server; frames of their own are read
+                # each side writes into an emptied server; frames of their own are read
+                if way == "put":
                     server.ask("FLUSHALL", "SYNC")
             if way == "put":
                 for chunk in range(chunks):
@@ -120,7 +121,10 @@ def _open(server: RedisServer) -> RedisStore:
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
-    """``{"redis": {"get_over_raw": ..., "put_over_raw": ..., "mib_4": {...}}}``: the least of the sizes, and each."""
+    """``{"redis":
+
+    {"get_over_raw": ..., "put_over_raw": ..., "mib_4": {...}}}``: the least of the sizes, and each.
+    """
     with tempfile.TemporaryDirectory() as folder:
         server = RedisServer(Path(folder)).start()
         try:

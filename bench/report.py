@@ -1,4 +1,7 @@
-"""What a part of the benchmark does with its result when it is run by itself: a table for people, JSON in a file."""
+"""What a part of the benchmark does with its result when it is run by itself:
+
+a table for people, JSON in a file.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ def command(
     *,
     folder: Path | None = None,
 ) -> None:
-    """A part as a command of its own; ``run`` takes the number of rounds, and the folder where there is one."""
+    """A part as a command of its own; ``run`` takes the number of rounds, and the folder where
+    there is one.
+    """
     arguments = options(doc, rounds, OUT / f"bench_{name}.json", folder).parse_args()
     result = run(arguments.rounds) if folder is None else run(arguments.rounds, arguments.folder)
     finish(result, table(result), arguments.out)

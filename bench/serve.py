@@ -1,7 +1,8 @@
 """vLLM's own serving benchmark, the same command twice: cold, then with what kvstow kept.
 
-Wraps ``vllm bench serve``. The engine's prefix cache is off, so that the second run shows kvstow alone. Sizes are small
-here; give a real server's with the options, or an address with ``--base-url`` (then nothing is started).
+Wraps ``vllm bench serve``. The engine's prefix cache is off, so that the second run shows kvstow
+alone. Sizes are small here; give a real server's with the options, or an address with
+``--base-url`` (then nothing is started).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from demo.server import KVSTOW, Server, ServerError, engine_environment
 OUT: Final = Path(__file__).resolve().parent.parent / "out"
 SERVER_ARGUMENTS: Final = ("--enforce-eager", "--max-model-len", "4096")
 
-# `vllm bench serve` without the `vllm` command, which looks for a distribution of that name; the CPU build has another.
+# `vllm bench serve` without the `vllm` command, which looks for a distribution of that name; the
+# CPU build has another.
 COMMAND: Final = """
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -45,7 +47,10 @@ FIELDS: Final = {
 def bench_serve(
     base_url: str, model: Path, name: str, options: Sequence[str], log: Path
 ) -> dict[str, float]:
-    """Run ``vllm bench serve`` once; its three headline figures. Raises ServerError with the log's path."""
+    """Run ``vllm bench serve`` once; its three headline figures.
+
+    Raises ServerError with the log's path.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         command = [
             *(sys.executable, "-c", COMMAND),
@@ -94,7 +99,10 @@ def bench_serve(
 def twice(
     base_url: str, model: Path, name: str, options: Sequence[str], console: Console
 ) -> dict[str, Any]:
-    """``{"cold": {...}, "warm": {...}}``: the same command, with the same seed and so the same prompts."""
+    """``{"cold": {...}, "warm":
+
+    {...}}``: the same command, with the same seed and so the same prompts.
+    """
     runs: dict[str, Any] = {}
     for run in ("cold", "warm"):
         with console.status(f"vllm bench serve, {run}"):

@@ -1,4 +1,7 @@
-"""The connector's scheduler side with a host pool and nothing else: no workers, no lower tiers, no vLLM engine."""
+"""The connector's scheduler side with a host pool and nothing else:
+
+no workers, no lower tiers, no vLLM engine.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""TTFT with a lower tier from 50 times faster to 100 times slower than computing, beside the same requests uncached.
+"""TTFT with a lower tier from 50 times faster to 100 times slower than computing, beside the same
+requests uncached.
 
-On a virtual clock: vLLM's scheduling and the seconds of its steps are simulated (``tests.rigs.virtual``), kvstow's
-scheduler side and engine are the real ones. So the table is the same on every machine, and no machine's speed.
+On a virtual clock: vLLM's scheduling and the seconds of its steps are simulated
+(``tests.rigs.virtual``), kvstow's scheduler side and engine are the real ones. So the table is the
+same on every machine, and no machine's speed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from tests.rigs.paced import PacedStore
 from tests.rigs.virtual import BLOCK, TIER, Model, Served, fill, request, virtual_server
 
 MODEL: Final = Model()
+# seconds to load a chunk, over seconds to compute it
 SPEEDS: Final = (
     0.02,
     0.1,
@@ -24,12 +27,13 @@ SPEEDS: Final = (
     1.0,
     10.0,
     100.0,
-)  # seconds to load a chunk, over seconds to compute it
+)
+# seconds between requests; one takes 0.18 on average
 LOADS: Final = {
     "idle": 0.5,
     "busy": 0.2,
     "overloaded": 0.1,
-}  # seconds between requests; one takes 0.18 on average
+}
 SIZES: Final = (1, 2, 5, 10, 20, 40, 80, 160, 200)  # chunks of a prompt
 PROMPTS: Final = 27
 REQUESTS: Final = 200
@@ -65,7 +69,10 @@ def _mean(served: Sequence[Served]) -> float:
 
 
 def run() -> dict[str, Any]:
-    """``{"slow_store": {"within_promise": 1, "idle": {"x1": {"ttft_over_none": ..., "hit_share": ...}, ...}, ...}}``"""
+    """``{"slow_store":
+
+    {"within_promise": 1, "idle": {"x1": {"ttft_over_none": ..., "hit_share": ...}, ...}, ...}}``
+    """
     below = MemoryStore()
     fill(below, MODEL, [(number, SIZES[number % len(SIZES)]) for number in range(PROMPTS)])
     result: dict[str, Any] = {}

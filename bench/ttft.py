@@ -1,10 +1,12 @@
-"""What kvstow adds to a cold prefill, and how close a restored prompt comes to the engine's own prefix cache.
+"""What kvstow adds to a cold prefill, and how close a restored prompt comes to the engine's own
+prefix cache.
 
-Real servers, the real model. ``cold_over_none``: a server with kvstow and one without, the same threads on both
-sides, each new prompt sent to both in alternating order. ``ram_minus_device_ms``: one server with its prefix cache
-on; a prompt restored from host memory (the engine's own cache reset before) against one that the engine still has,
-alternating. Prompts are whole blocks plus one token, so that the recomputed tail covers nothing. ``hook_share`` is in
-``bench.hook_share``: it needs the engine in this process.
+Real servers, the real model. ``cold_over_none``: a server with kvstow and one without, the same
+threads on both sides, each new prompt sent to both in alternating order. ``ram_minus_device_ms``:
+one server with its prefix cache on; a prompt restored from host memory (the engine's own cache
+reset before) against one that the engine still has, alternating. Prompts are whole blocks plus one
+token, so that the recomputed tail covers nothing. ``hook_share`` is in ``bench.hook_share``: it
+needs the engine in this process.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ def _timed(server: Server, client: Client, tokens: list[int]) -> tuple[float, fl
 
 
 def cold_over_none(model: Path, pairs: int = PAIRS) -> dict[str, Any]:
-    """Cold prefills with kvstow over cold prefills without a connector: wall and CPU, with 95 % intervals."""
+    """Cold prefills with kvstow over cold prefills without a connector:
+
+    wall and CPU, with 95 % intervals.
+    """
     wall: list[float] = []
     cpu: list[float] = []
     with (
@@ -97,10 +102,11 @@ def memcpy_ms(bytes_: int) -> float:
 
 
 def ram_against_device(model: Path, rounds: int = ROUNDS) -> dict[str, Any]:
-    """TTFT of a host-memory hit and of the engine's own prefix-cache hit of the same prompt, alternating.
+    """TTFT of a host-memory hit and of the engine's own prefix-cache hit of the same prompt,
+    alternating.
 
-    Counted once every block of the engine's cache has been used: a restored prompt gets new blocks, and vLLM leaves
-    the first touch of its memory to whoever uses a block first.
+    Counted once every block of the engine's cache has been used: a restored prompt gets new blocks,
+    and vLLM leaves the first touch of its memory to whoever uses a block first.
     """
     ram: list[float] = []
     device: list[float] = []

@@ -76,7 +76,7 @@ class FakeAccelerator:
 
     # --- Accelerator -----------------------------------------------------------------------------------------------
 
-    def use(self, device: torch.device) -> None:
+    def select_device(self, device: torch.device) -> None:
         assert device.type == "cpu"
 
     def compute_stream(self) -> FakeStream:

@@ -50,7 +50,7 @@ class Rig:
         self.tickets += 1
         start(
             self.tickets,
-            [Transfer(Place("pool", (Span(self.staging.use(0), self.length),)), [block])],
+            [Transfer(Place("pool", (Span(self.staging.select_area(0), self.length),)), [block])],
         )
         self.device.fence([self.tickets])
         assert [ended.failed for ended in self.device.finished()] == [()]

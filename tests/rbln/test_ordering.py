@@ -31,7 +31,7 @@ class Forgetful(TorchRbln):
         self._forget = forget
 
     @contextmanager
-    def copying(self, after: object) -> Iterator[None]:
+    def copy_context(self, after: object) -> Iterator[None]:
         stream = self._module.Stream(self._device)
         if self._forget != "wait":
             stream.wait_event(after)
@@ -142,8 +142,8 @@ def test_tickets_end_in_order(runtime: TorchRbln) -> None:
 def test_a_failing_synchronise_fails_the_whole_ticket() -> None:
     class Broken(TorchRbln):
         @contextmanager
-        def copying(self, after: object) -> Iterator[None]:
-            with super().copying(after):
+        def copy_context(self, after: object) -> Iterator[None]:
+            with super().copy_context(after):
                 yield
             raise RuntimeError("SYS_EIO")
 
@@ -157,7 +157,7 @@ def test_a_failing_synchronise_fails_the_whole_ticket() -> None:
 
 def test_a_device_that_fails_at_once_fails_the_ticket() -> None:
     class Dead(TorchRbln):
-        def now(self) -> object:
+        def record(self) -> object:
             raise RuntimeError("SYS_ENODEV")
 
     rig = Rig(Dead())

@@ -1,4 +1,7 @@
-"""What a device with streams needs of its accelerator, and that on CUDA. Not run on hardware yet."""
+"""Streams, events and copies of an accelerator, as ``CudaDevice`` needs them.
+
+Not run on hardware yet.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ Stream: TypeAlias = Any
 Event: TypeAlias = Any
 
 BatchCopy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
-"""``(source addresses, target addresses, sizes, source is never written meanwhile)``: the first three int64 tensors on
-the CPU; enqueues all copies on the current stream and returns. vLLM's ``_custom_ops.swap_blocks_batch`` is one.
+"""``(source addresses, target addresses, sizes, source is never written meanwhile)``: the first
+three int64 tensors on the CPU; enqueues all copies on the current stream and returns. vLLM's
+``_custom_ops.swap_blocks_batch`` is one.
 """
 
 HOST_REGISTER_PORTABLE: Final = (
@@ -27,24 +31,27 @@ class Accelerator(Protocol):
 
     device_type: str
 
-    def use(self, device: torch.device) -> None:
-        """All streams and events from now on are this device's."""
+    def select_device(self, device: torch.device) -> None:
+        """Directs all later calls to ``device``."""
         ...
 
     def compute_stream(self) -> Stream:
-        """The caller's current stream, on which the engine's kernels run."""
+        """Returns the caller's current stream, on which the engine's kernels run."""
         ...
 
     def side_stream(self) -> Stream:
-        """A new stream."""
+        """Returns a new stream."""
         ...
 
     def record(self, stream: Stream) -> Event:
-        """An event that is complete once everything queued on ``stream`` so far is."""
+        """Returns an event that completes after everything queued on ``stream`` so far."""
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is queued on ``stream`` from now on starts after ``event``. Does not block the caller."""
+        """Makes everything queued on ``stream`` later start after ``event``.
+
+        Does not block the caller.
+        """
         ...
 
     def done(self, event: Event) -> bool:
@@ -54,26 +61,32 @@ class Accelerator(Protocol):
     def copy(
         self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
     ) -> None:
-        """Queue the copies on ``stream``; the pool's ranges are pinned. ``segments`` stay alive until they end."""
+        """Queues copies on ``stream``.
+
+        The pool's ranges are pinned; ``segments`` stay alive until they end.
+        """
         ...
 
     def copy_blocking(
         self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
     ) -> None:
-        """The same for memory that need not be pinned; returns when it is done. Called on the executor's thread."""
+        """Copies ranges that need not be pinned, and returns when done.
+
+        Called on the executor's thread.
+        """
         ...
 
     def pin(self, address: int, length: int) -> None:
-        """Pin host memory. Called on the executor's thread."""
+        """Pins host memory. Called on the executor's thread."""
         ...
 
     def unpin(self, address: int) -> None:
-        """Undo ``pin(address, ...)``."""
+        """Undoes ``pin(address, ...)``."""
         ...
 
 
 class CudaAccelerator:
-    """``Accelerator`` by way of torch."""
+    """``Accelerator`` through torch's CUDA API."""
 
     device_type = "cuda"
 
@@ -81,7 +94,7 @@ class CudaAccelerator:
         self._batch_copy = batch_copy
         self._device = torch.device("cuda")
 
-    def use(self, device: torch.device) -> None:
+    def select_device(self, device: torch.device) -> None:
         self._device = device
 
     def compute_stream(self) -> Stream:
@@ -110,7 +123,8 @@ class CudaAccelerator:
                 return
             host = segments.host + pool.data_ptr()
             source, target = (host, segments.device) if load else (segments.device, host)
-            # A slot that is loaded from is not written until its lease ends; pages are written by the next step.
+            # A slot that is loaded from is not written until its lease ends; pages are written by
+            # the next step.
             self._batch_copy(source, target, segments.sizes, load)
 
     def copy_blocking(
@@ -136,7 +150,7 @@ class CudaAccelerator:
 def copy_ranges(
     segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool, non_blocking: bool
 ) -> None:
-    """One ``copy_`` a range, on the current stream."""
+    """Copies each range by one ``copy_`` on the current stream."""
     for device, host, size in zip(*(column.tolist() for column in segments), strict=True):
         pages, place = arena.at(device, size), pool[host : host + size]
         target, source = (pages, place) if load else (place, pages)

@@ -10,16 +10,16 @@ import torch
 
 from kvstow.layout import GroupPages, Place
 
-KVCache: TypeAlias = (
-    torch.Tensor | Sequence[torch.Tensor]
-)  # what an engine registers for a layer; a pair is (K, V)
+KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+"""The KV of one layer as an engine registers it: one tensor, or the pair (K, V)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What the engine says of one layer's pages; the device checks the tensor against it.
+    """The engine's description of one layer's pages. The device checks the tensor against it.
 
-    ``page_bytes`` is one block of one layer on this rank, K and V together (or the latent, for MLA).
+    ``page_bytes`` is one block of one layer on this rank, K and V together (or the latent, for
+    MLA).
     """
 
     num_blocks: int
@@ -33,7 +33,8 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy blocks ``first_block .. first_block + len(block_ids)`` of one chunk (indices inside the chunk).
+    """A copy of blocks ``first_block .. first_block + len(block_ids)`` of one chunk (indices inside
+    the chunk).
 
     ``block_ids[i]`` is the device block that holds chunk block ``first_block + i``.
     """
@@ -46,7 +47,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A ticket's end. ``failed`` lists the indices of its transfers that did not happen, whole or in part."""
+    """The end of a ticket.
+
+    ``failed`` lists the indices of its transfers that did not happen, whole or in part; ``error``
+    is the first of their errors.
+    """
 
     ticket: int
     failed: tuple[int, ...]
@@ -58,46 +63,57 @@ class Finished:
 class Device(Protocol):
     """Moves whole blocks between the engine's pages and places.
 
-    The device orders its copies explicitly against compute: ``copy_out`` after the kernels that fill the
-    pages, ``copy_in`` before their first reader and after the last reader of the old content. Calls come from
-    one thread, the worker's. No method but ``fence`` and ``close`` waits for a copy.
+    The device orders its copies explicitly against compute: ``copy_out`` after the kernels that
+    fill the pages, ``copy_in`` before their first reader and after the last reader of the old
+    content. Calls come from one thread, the worker's. No method but ``fence`` and ``close`` waits
+    for a copy.
     """
 
     def attach(
         self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
     ) -> tuple[GroupPages, ...]:
-        """Take the engine's KV tensors: per group its layers (name to spec) in payload order.
+        """Takes the engine's KV tensors. ``groups`` has for each group its layers, name to spec, in
+        payload order.
 
-        Returns what was recognised. Raises ``UnsupportedError``, naming layer, shape, strides and the known
-        layouts, when a layout is not positively recognised. May be called again with other tensors after all
-        copies have ended.
+        Returns the recognised pages of each group. Raises ``UnsupportedError``, naming layer,
+        shape, strides and the known layouts, when a layout is not positively recognised. May be
+        called again with other tensors after all copies have ended.
         """
         ...
 
     def map_pool(self, pool: memoryview, shard: int) -> None:
-        """Take the host pool's whole mapping and the index of this rank's span in each pool place."""
+        """Takes the mapping of the whole host pool, and the index of this rank's span in each pool
+        place.
+        """
         ...
 
     def copy_out(self, ticket: int, transfers: Sequence[Transfer]) -> None:
-        """Start copying pages to places. Never raises for a failed copy: ``finished`` says so."""
+        """Starts copying pages to places.
+
+        Never raises for a failed copy: ``finished`` reports it.
+        """
         ...
 
     def copy_in(self, ticket: int, transfers: Sequence[Transfer]) -> None:
-        """Start copying places to pages. Never raises for a failed copy: ``finished`` says so."""
+        """Starts copying places to pages.
+
+        Never raises for a failed copy: ``finished`` reports it.
+        """
         ...
 
     def finished(self) -> list[Finished]:
-        """Tickets that ended since the last call, each exactly once."""
+        """Returns the tickets that ended since the last call, each exactly once."""
         ...
 
     def fence(self, tickets: Sequence[int]) -> None:
-        """Return when nothing that runs on the device afterwards can disturb, or be disturbed by, these tickets.
+        """Returns once later work on the device can neither disturb these tickets nor be disturbed
+        by them.
 
-        On a device with streams this makes compute wait for the copies; on a CPU it waits for them. Unknown
-        and ended tickets are ignored.
+        On a device with streams this makes compute wait for the copies; on a CPU it waits for them.
+        Unknown and ended tickets are ignored.
         """
         ...
 
     def close(self) -> None:
-        """Wait for copies in flight (bounded), release resources. Idempotent."""
+        """Waits for copies in flight (bounded) and releases resources. Idempotent."""
         ...

@@ -34,9 +34,9 @@ class CpuDevice(TicketDevice):
     The worker calls ``copy_out`` after the forward pass has returned, and ``copy_in`` before anyone
     reads the blocks. On a CPU no other ordering is needed; ``fence`` waits for the copies.
 
-    ``toucher`` touches the pool's memory for the first time, in the background; the device closes it.
-    None: the first copies touch it. ``copies`` are the copies to use; None: the faster ones for these
-    pages, found by a measurement of 0.1 s in ``attach``.
+    ``toucher`` touches the pool's memory for the first time, in the background; the device closes
+    it. None: the first copies touch it. ``copies`` are the copies to use; None: the faster ones for
+    these pages, found by a measurement of 0.1 s in ``attach``.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class CpuDevice(TicketDevice):
             if offset >= POPULATE_AT_ONCE_BYTES:
                 rest(self._stop_touching, self._clock.monotonic() - began_s, POPULATE_SHARE)
 
-    def _around(self) -> Callable[[], AbstractContextManager[object]]:
+    def _copy_context(self) -> Callable[[], AbstractContextManager[object]]:
         return nullcontext
 
     def _copy(self, pool: torch.Tensor, move: Move, *, load: bool) -> int:

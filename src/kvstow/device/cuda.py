@@ -3,13 +3,15 @@
 Not run on hardware yet. What orders the copies is tested without it, on a recording accelerator
 (tests/device/test_ordering.py); ``make test-cuda`` runs the rest where there is a GPU.
 
-- A copy waits on an event recorded on the compute stream at the call: out after the kernels that fill the pages, in
-  after the last reader of the old content. It also waits for copies in flight over the same blocks, if one is a load.
+- A copy waits on an event recorded on the compute stream at the call: out after the kernels that
+  fill the pages, in after the last reader of the old content. It also waits for copies in flight
+  over the same blocks, if one is a load.
 - A ticket is finished when the event recorded after its copies is complete, never before.
-- The pool is pinned in bounded pieces in the background. What is not pinned yet is copied synchronously on the
-  device's executor, because a copy between pageable memory and the GPU blocks its caller.
-- A call or an event that fails is reported with its tickets. After an event failed nothing on the GPU can be trusted,
-  so all tickets in flight fail and all later ones fail at once.
+- The pool is pinned in bounded pieces in the background. What is not pinned yet is copied
+  synchronously on the device's executor, because a copy between pageable memory and the GPU blocks
+  its caller.
+- A failed call or event fails its tickets. After a failed event the GPU's memory can't be trusted:
+  all tickets in flight fail, and all later ones at once.
 """
 
 from __future__ import annotations
@@ -30,9 +32,8 @@ from kvstow.layout import GroupPages
 from kvstow.pool.hostmem import populate
 from kvstow.runtime import Clock, Executor
 
-PIN_PIECE_BYTES: Final = (
-    256 << 20
-)  # registering one takes some 0.1 s: short enough to wait for at close
+# registering one takes some 0.1 s: short enough to wait for at close
+PIN_PIECE_BYTES: Final = 256 << 20
 MAX_IN_FLIGHT: Final = 4096  # tickets; a step starts a few
 DRAIN_TIMEOUT_S: Final = 30.0
 DRAIN_STEP_S: Final = 0.001
@@ -62,8 +63,8 @@ class _Flight:
 class CudaDevice:
     """``Device`` over a CUDA GPU.
 
-    ``executor`` is this device's own, with one thread; the device closes it. ``batch_copy`` is the engine's batched
-    copy (see ``BatchCopy``), without which each range is one ``copy_``.
+    ``executor`` is this device's own, with one thread; the device closes it. ``batch_copy`` is the
+    engine's batched copy (see ``BatchCopy``), without which each range is one ``copy_``.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class CudaDevice:
             self._addresses = [GroupAddresses(plan) for plan in self._plans]
             self._arena = Arena(self._plans)
         if not self._streams:
-            self._gpu.use(self._plans[0].layers[0].planes[0].device)
+            self._gpu.select_device(self._plans[0].layers[0].planes[0].device)
             self._streams = {load: self._gpu.side_stream() for load in (False, True)}
             self._slow_stream = self._gpu.side_stream()
         return tuple(plan.pages for plan in self._plans)
@@ -123,7 +124,7 @@ class CudaDevice:
     # --- pinning ---------------------------------------------------------------------------------------------------
 
     def _pin_next(self) -> None:
-        """Pin the next piece in the background; its end starts the one after."""
+        """Pins the next piece in the background; its end starts the one after."""
         pool = self._pool
         if pool is None or self._closed or self.pin_error or self.pinned_bytes >= pool.numel():
             return
@@ -218,7 +219,10 @@ class CudaDevice:
         return flight
 
     def _enqueue(self, flight: _Flight, after: list[Event]) -> None:
-        """Start the copies on their side stream, after these events. Raises ``RuntimeError`` if the GPU is broken."""
+        """Starts the copies on their side stream, after these events.
+
+        Raises ``RuntimeError`` if the GPU is broken.
+        """
         assert self._pool is not None
         stream = self._streams[flight.load]
         for event in after:
@@ -230,7 +234,7 @@ class CudaDevice:
         flight.event = self._gpu.record(stream)
 
     def _hand_over(self, flight: _Flight, after: list[Event]) -> None:
-        """Copy on the executor, one range after the other, between the GPU and memory that is not pinned."""
+        """Copies on the executor, range by range, between the GPU and memory that is not pinned."""
         pool, stream, arena, gpu = self._pool, self._slow_stream, self._arena, self._gpu
         assert pool is not None
         assert stream is not None
@@ -262,7 +266,7 @@ class CudaDevice:
         )
 
     def _break(self, error: str) -> None:
-        """The GPU failed: nothing in flight can be trusted, nor anything later."""
+        """Fails everything in flight and everything later: the GPU failed."""
         self._broken = f"the GPU failed: {error}"
         for ticket, flight in list(self._flights.items()):
             flight.fail_all(self._broken)
@@ -290,9 +294,10 @@ class CudaDevice:
         return ended
 
     def fence(self, tickets: Sequence[int]) -> None:
-        """Make compute wait for these copies; for those on the executor, wait here.
+        """Makes compute wait for these copies, and waits itself for those on the executor.
 
-        Raises ``CopyError`` when those did not end within ``drain_timeout_s`` or the GPU failed.
+        Raises ``CopyError`` when the latter did not end within ``drain_timeout_s``, or the GPU
+        failed.
         """
         flights = [self._flights[ticket] for ticket in set(tickets) if ticket in self._flights]
         try:
@@ -305,7 +310,7 @@ class CudaDevice:
         self._wait_for([flight for flight in flights if flight.event is None])
 
     def _drain(self) -> None:
-        """Wait, bounded, until nothing is in flight."""
+        """Waits at most ``drain_timeout_s`` until nothing is in flight."""
         self._wait_for(list(self._flights.values()))
 
     def _wait_for(self, flights: Sequence[_Flight]) -> None:

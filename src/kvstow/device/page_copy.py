@@ -7,13 +7,13 @@ A page is copied in one of two ways:
 - *streaming*: non-temporal stores, which skip that read, behind a prefetch of the source.
 
 Which one is faster depends on the processor, the direction and the page size, so ``choose`` times
-both. As shares of one large ``memcpy``, one thread, shuffled pages of 192, 32, 8 and 4 KiB: an Intel
-Xeon (Sapphire Rapids class) reaches plain 0.59, 0.58, 0.52, 0.48 and streaming 0.91, 0.78, 0.80, 0.81
-from the slot to the pages. The C library streams by itself only in calls of more than its
-``x86_non_temporal_threshold``, 190 MB there.
+both. As shares of one large ``memcpy``, one thread, shuffled pages of 192, 32, 8 and 4 KiB: an
+Intel Xeon (Sapphire Rapids class) reaches plain 0.59, 0.58, 0.52, 0.48 and streaming 0.91, 0.78,
+0.80, 0.81 from the slot to the pages. The C library streams by itself only in calls of more than
+its ``x86_non_temporal_threshold``, 190 MB there.
 
-The native code is compiled at start by numba, which vLLM's CPU build requires (0.3 s). Without numba
-each page is one ``memmove``.
+The native code is compiled at start by numba, which vLLM's CPU build requires (0.3 s). Without
+numba each page is one ``memmove``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 PageCopy: TypeAlias = Callable[[Int64s, Int64s, int, int, int, bool], None]
 """``(planes, block_ids, place, blocks_per_chunk, first_block, load)``.
 
-``planes`` is ``kvstow.device.plan.plane_table``; ``place`` is the address of the chunk's first payload
-byte. ``load`` copies from the place to the pages, else from the pages to the place. The caller has
-checked that every range is inside memory that stays mapped.
+``planes`` is ``kvstow.device.plan.plane_table``; ``place`` is the address of the chunk's first
+payload byte. ``load`` copies from the place to the pages, else from the pages to the place. The
+caller has checked that every range is inside memory that stays mapped.
 """
 
 SAMPLE_BYTES: Final = 8 << 20  # 1 to 2 ms to copy

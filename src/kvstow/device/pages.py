@@ -1,13 +1,15 @@
-"""Recognising a layer's KV layout, positively and by name, and cutting it into planes.
+"""Recognises a layer's KV layout by name and cuts it into planes.
 
-A *plane* is a uint8 view ``[num_blocks, plane_bytes]`` whose rows are dense; a block's page is the concatenation of
-its rows over the layer's planes. Axes are named by letters, after vLLM's own layout names: ``b`` blocks, ``k`` K and
-V, ``h`` KV heads, ``n`` tokens of a block, ``c`` content of one head and token, ``r`` kernel blocks inside a block
-(a kernel may use smaller blocks than the engine's; then the tensor's first axis counts those).
+A *plane* is a uint8 view ``[num_blocks, plane_bytes]`` whose rows are dense; a block's page is the
+concatenation of its rows over the layer's planes. Axes are named by letters, after vLLM's own
+layout names: ``b`` blocks, ``k`` K and V, ``h`` KV heads, ``n`` tokens of a block, ``c`` content of
+one head and token, ``r`` kernel blocks inside a block (a kernel may use smaller blocks than the
+engine's; then the tensor's first axis counts those).
 
-A layout's name is its form and the order of the axes inside a page in memory, for example ``packed_heads.hnc``
-(vLLM's LBHNC, BLHNC, LHBNC: their pages hold the same bytes) or ``kv_first.knhc``. It enters the namespace, so it
-says everything that decides which byte of a page is what; axes of length 1 are left out.
+A layout's name is its form and the order of the axes inside a page in memory, for example
+``packed_heads.hnc`` (vLLM's LBHNC, BLHNC, LHBNC: their pages hold the same bytes) or
+``kv_first.knhc``. It enters the namespace, so it says everything that decides which byte of a page
+is what; axes of length 1 are left out.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from kvstow.device.base import KVSpec
 from kvstow.errors import UnsupportedError
 from kvstow.layout import LayerPages
 
+# [blocks, heads, tokens, K and V], vLLM 0.30 and later, in any memory order
+# a tuple (K, V), each [blocks, tokens, heads, size] or heads-major
 FORMS: Final[dict[str, tuple[str, ...]]] = {
     "kv_first": ("kbnhc", "kbhnc"),  # [2, blocks, tokens, heads, size] and its heads-major variant
     "blocks_first": ("bknhc", "bkhnc"),  # [blocks, 2, ...]
-    "packed_heads": (
-        "bhnc",
-    ),  # [blocks, heads, tokens, K and V], vLLM 0.30 and later, in any memory order
+    "packed_heads": ("bhnc",),
     "mla": ("bnc", "bhnc"),  # [blocks, tokens, latent], [blocks, 1, tokens, latent]
     "kv_pair": (
         "bnhc",
         "bhnc",
-    ),  # a tuple (K, V), each [blocks, tokens, heads, size] or heads-major
+    ),
 }
 
 KNOWN_DTYPES: Final = frozenset(
@@ -46,7 +48,10 @@ KNOWN_DTYPES: Final = frozenset(
 
 
 class Plane(NamedTuple):
-    """Bytes ``offset + b * stride ... + width`` of a storage are block ``b``'s part of this plane."""
+    """One plane in bytes of its storage:
+
+    block ``b`` has ``width`` bytes from ``offset + b * stride``.
+    """
 
     offset: int
     stride: int
@@ -61,7 +66,7 @@ class _Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """One layer, recognised. ``planes[i]`` is a uint8 view, rows dense, of the engine's own memory."""
+    """A recognised layer. ``planes[i]`` is a uint8 view, rows dense, of the engine's own memory."""
 
     layer: LayerPages
     spec: KVSpec
@@ -69,11 +74,12 @@ class Pages:
 
 
 def recognise(name: str, cache: object, spec: KVSpec, device_type: str) -> Pages:
-    """Cut layer ``name``'s ``cache`` into planes.
+    """Cuts layer ``name``'s ``cache`` into planes.
 
-    Nothing is copied. Raises ``UnsupportedError``, naming the layer, its shape and strides and the known forms,
-    when the tensor is not exactly one of them: wrong kind of object, device or dtype; a shape that the spec does
-    not explain, or explains in two ways with different bytes; blocks that overlap; rows that are not dense.
+    Nothing is copied. Raises ``UnsupportedError``, naming the layer, its shape and strides and the
+    known forms, when the tensor is not exactly one of them: wrong kind of object, device or dtype;
+    a shape that the spec does not explain, or explains in two ways with different bytes; blocks
+    that overlap; rows that are not dense.
     """
     pair = isinstance(cache, (tuple, list))
     tensors = tuple(cache) if isinstance(cache, (tuple, list)) else (cache,)
@@ -124,9 +130,7 @@ def _pages(
     if page_bytes != spec.page_bytes:
         planes = [plane for planes in planes_of for plane in planes]
         padded = len(planes) == 1 and page_bytes < spec.page_bytes <= planes[0].stride
-        if (
-            not padded
-        ):  # the engine counts a page's padding; what pads it is nobody's and is not kept
+        if not padded:  # the engine counts a page's padding, which holds no KV and is not kept
             raise _refuse(
                 name,
                 cache,
@@ -168,7 +172,7 @@ def _check_tensor(name: str, cache: object, spec: KVSpec, device_type: str) -> t
 
 
 def _split(axes: str, tensor: torch.Tensor, spec: KVSpec) -> int:
-    """Kernel blocks in a block, from the length of the block axis; 0 if it does not divide."""
+    """Counts kernel blocks in a block, from the length of the block axis. 0: it does not divide."""
     length = tensor.shape[axes.index("b")]
     if (
         spec.num_blocks < 1
@@ -188,10 +192,11 @@ def _fits(form: str, axes: str, tensor: torch.Tensor, spec: KVSpec) -> bool:
         return False
     heads = 1 if spec.mla else spec.num_kv_heads
     contents = {spec.head_size * (2 if form == "packed_heads" else 1)}
+    # K and V of different sizes, or with their scales: the page's bytes decide
     if form in (
         "packed_heads",
         "mla",
-    ):  # K and V of different sizes, or with their scales: the page's bytes decide
+    ):
         contents.add(spec.page_bytes // (spec.element_bytes * heads * spec.block_tokens))
     want = {
         "k": {2},
@@ -204,7 +209,9 @@ def _fits(form: str, axes: str, tensor: torch.Tensor, spec: KVSpec) -> bool:
 
 
 def _cut(axes: str, tensor: torch.Tensor, spec: KVSpec) -> tuple[str, tuple[Plane, ...] | str]:
-    """The order of the axes inside a page, outermost first, and the planes; or what is wrong instead of them."""
+    """Returns the order of the axes inside a page, outermost first, and the planes or what is
+    wrong.
+    """
     item = tensor.element_size()
     split = _split(axes, tensor, spec)
     all_axes: list[_Axis] = []

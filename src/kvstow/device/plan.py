@@ -1,8 +1,10 @@
-"""Where the bytes of a transfer are: the arithmetic that all devices share.
+"""The arithmetic of transfers that all devices share: which bytes of a plane and of a span belong
+together.
 
-Payload of a shard's span: for each layer in order, for each block of the chunk in order, the block's page, its
-planes concatenated. So block ``b`` of layer ``l`` is at ``span.offset + blocks_per_chunk * prefix[l] + b * page[l]``,
-where ``prefix[l]`` is the sum of the pages of the layers before it.
+Payload of a shard's span: for each layer in order, for each block of the chunk in order, the
+block's page, its planes concatenated. So block ``b`` of layer ``l`` is at ``span.offset +
+blocks_per_chunk * prefix[l] + b * page[l]``, where ``prefix[l]`` is the sum of the pages of the
+layers before it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from kvstow.layout import GroupPages
 
 
 class Move(NamedTuple):
-    """A checked transfer. ``offset`` is its span's byte offset in the pool."""
+    """A checked transfer.
+
+    ``ids`` are device block ids, ``first`` the index of the first of them inside the chunk,
+    ``offset`` the span's byte offset in the pool.
+    """
 
     group: int
     ids: tuple[int, ...]
@@ -29,7 +35,10 @@ class Move(NamedTuple):
 
 
 class GroupPlan:
-    """One KV cache group's recognised layers."""
+    """The recognised layers of one KV cache group.
+
+    ``prefix_bytes[i]`` is the sum of the page bytes of the layers before layer ``i``.
+    """
 
     def __init__(self, layers: Sequence[Pages]) -> None:
         self.layers = tuple(layers)
@@ -47,8 +56,8 @@ def plane_table(plan: GroupPlan) -> torch.Tensor:
     """Addresses of a group's planes: int64 ``[planes, 6]``, in payload order.
 
     Columns: address of block 0; bytes from one block to the next; bytes of the plane in one block;
-    bytes of a whole page of its layer; bytes of the pages of the layers before it; offset of the plane
-    inside its page.
+    bytes of a whole page of its layer; bytes of the pages of the layers before it; offset of the
+    plane inside its page.
     """
     rows = []
     for layer, prefix_bytes in zip(plan.layers, plan.prefix_bytes, strict=True):
@@ -69,7 +78,10 @@ def attach_groups(
     device_type: str,
     recognise: Callable[[str, object, KVSpec, str], Pages] = recognise,
 ) -> list[GroupPlan]:
-    """Recognise every layer of every group. Raises ``UnsupportedError`` with the layer's or group's name."""
+    """Recognises every layer of every group.
+
+    Raises ``UnsupportedError`` with the name of the layer or group.
+    """
     plans = []
     for number, specs in enumerate(groups):
         if not specs:
@@ -97,9 +109,9 @@ def attach_groups(
 def check(
     transfer: Transfer, plans: Sequence[GroupPlan], pool_bytes: int, shard: int, *, load: bool
 ) -> Move:
-    """``transfer`` with everything verified that could make a copy touch a byte that is not its own.
+    """Verifies that a transfer touches only its own pages and its own place.
 
-    Raises ``CopyError``. ``pool_bytes`` is the length of the mapped pool, 0 when none is.
+    ``pool_bytes`` is the length of the mapped pool, 0 when none is mapped. Raises ``CopyError``.
     """
     kind, spans, _ = transfer.place
     if kind != "pool":

@@ -1,4 +1,4 @@
-"""A transfer as byte ranges: device addresses beside offsets in the pool, for devices that copy by address."""
+"""Transfers as byte ranges, device addresses beside pool offsets, for devices that copy ranges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvstow.device.plan import GroupPlan, Move, plane_table
 
 
 class Segments(NamedTuple):
-    """Range ``i``: ``sizes[i]`` bytes at address ``device[i]`` and at pool offset ``host[i]``. int64, on the CPU."""
+    """Byte ranges: ``sizes[i]`` bytes at address ``device[i]`` and at pool offset ``host[i]``.
+
+    All three are int64 tensors on the CPU.
+    """
 
     device: torch.Tensor
     host: torch.Tensor
@@ -31,12 +34,12 @@ class Segments(NamedTuple):
 
     @property
     def host_end(self) -> int:
-        """One past the last pool offset, 0 if there is none."""
+        """One past the last pool offset; 0 without ranges."""
         return int((self.host + self.sizes).max()) if len(self.sizes) else 0
 
 
 class GroupAddresses:
-    """Addresses of one group's planes."""
+    """Turns the transfers of one group into byte ranges."""
 
     def __init__(self, plan: GroupPlan) -> None:
         self._base, self._stride, self._width, self._page, self._prefix, self._within = (
@@ -44,7 +47,10 @@ class GroupAddresses:
         )
 
     def segments(self, move: Move, piece_bytes: int) -> Segments:
-        """The ranges of ``move``, neighbours joined, none across a multiple of ``piece_bytes`` of the pool."""
+        """Returns the ranges of ``move``:
+
+        neighbours joined, none across a multiple of ``piece_bytes`` of the pool.
+        """
         ids = torch.tensor(move.ids, dtype=torch.int64)
         order = torch.arange(move.first, move.first + len(move.ids))
         device = (self._base + self._stride * ids).flatten()
@@ -68,7 +74,7 @@ def _joined(device: torch.Tensor, host: torch.Tensor, sizes: torch.Tensor) -> Se
 
 
 def _cut(segments: Segments, piece_bytes: int) -> Segments:
-    """Split at piece boundaries: one copy may not span two pinned ranges."""
+    """Splits ranges at piece boundaries: one copy must not span two pinned ranges."""
     if not len(segments.sizes) or bool(
         (segments.host // piece_bytes == (segments.host + segments.sizes - 1) // piece_bytes).all()
     ):
@@ -85,7 +91,7 @@ def _cut(segments: Segments, piece_bytes: int) -> Segments:
 
 
 class Arena:
-    """The storages behind a device's planes, to turn an address back into a tensor."""
+    """Turns device addresses back into tensors, by the storages behind a device's planes."""
 
     def __init__(self, plans: Sequence[GroupPlan]) -> None:
         memory = {}
@@ -100,7 +106,7 @@ class Arena:
         self._flat = [memory[start] for start in self._starts]
 
     def at(self, address: int, size: int) -> torch.Tensor:
-        """``size`` bytes at ``address`` as a uint8 tensor."""
+        """Returns ``size`` bytes at ``address`` as a uint8 tensor."""
         i = bisect_right(self._starts, address) - 1
         begin = address - self._starts[i]
         return self._flat[i][begin : begin + size]

@@ -1,4 +1,4 @@
-"""What devices have in common whose copies run on one executor's thread: their tickets, and waiting for them."""
+"""Tickets of devices whose copies run on one executor thread, and waiting for them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from kvstow.errors import CopyError
 from kvstow.runtime import Clock, Executor
 
 FENCE_TIMEOUT_S: Final = 30.0  # tens of GB at memory speed: what takes longer is stuck
+# of a copy: a miss; anything else is a bug
 FAILURES: Final = (
     CopyError,
     RuntimeError,
     IndexError,
     ValueError,
-)  # of a copy: a miss; anything else is a bug
+)
 
 
 class TicketDevice:
-    """A ``Device`` but for ``attach``, which fills ``_plans``, and what subclasses say of ``_around`` and ``_copy``.
+    """Base of devices that copy on an executor's thread.
 
-    ``executor`` is the device's own, with one thread, so tickets end in the order in which they came; it is closed
-    with ``close``. A ticket that the executor has no room for fails at once.
+    A subclass implements ``attach``, which fills ``_plans``, ``_copy_context`` and ``_copy``.
+
+    ``executor`` is the device's own, with one thread, so tickets end in the order in which they
+    came; it is closed with ``close``. A ticket that the executor has no room for fails at once.
     """
 
     def __init__(self, executor: Executor, clock: Clock, fence_timeout_s: float) -> None:
@@ -34,28 +37,29 @@ class TicketDevice:
         self._clock = clock
         self._fence_timeout_s = fence_timeout_s
         self._in_flight: dict[int, int] = {}  # ticket to its transfers
-        self._given_up: set[int] = (
-            set()
-        )  # a fence could not wait for these: whatever they moved is not to be used
+        # a fence ran out of time for these: what they moved later does not count
+        self._abandoned: set[int] = set()
         self._ended: list[Finished] = []
         self._closed = False
         self._plans: list[GroupPlan] = []
         self._pool: torch.Tensor | None = None
         self._shard = 0
 
-    def _around(self) -> Callable[[], AbstractContextManager[object]]:
-        """Called by ``copy_out`` and ``copy_in``: makes the context of a ticket's copies, on the executor's thread.
-        Raises ``CopyError`` where the ticket can't be started."""
+    def _copy_context(self) -> Callable[[], AbstractContextManager[object]]:
+        """Returns a factory for the context of a ticket's copies, entered on the executor's thread.
+
+        Called by ``copy_out`` and ``copy_in``. Raises ``CopyError`` where the ticket can't be
+        started.
+        """
         raise NotImplementedError
 
     def _copy(self, pool: torch.Tensor, move: Move, *, load: bool) -> int:
-        """Copy one checked transfer; returns its bytes. On the executor's thread."""
+        """Copies one checked transfer on the executor's thread. Returns the bytes moved."""
         raise NotImplementedError
 
     def map_pool(self, pool: memoryview, shard: int) -> None:
-        with torch.inference_mode(
-            False
-        ):  # an inference tensor made here could not be written on another thread
+        # an inference tensor made here could not be written on another thread
+        with torch.inference_mode(False):
             self._pool = torch.frombuffer(pool, dtype=torch.uint8)
         self._shard = shard
 
@@ -66,13 +70,16 @@ class TicketDevice:
         self._start(ticket, transfers, load=True)
 
     def _start(self, ticket: int, transfers: Sequence[Transfer], *, load: bool) -> None:
-        """A transfer whose copy raises fails alone; where ``_around`` raises, all have failed."""
+        """Queues one ticket.
+
+        A transfer whose copy raises fails alone; where ``_copy_context`` raises, all have failed.
+        """
         clock, pool, plans, shard = self._clock, self._pool, self._plans, self._shard
         pool_bytes = 0 if pool is None else pool.numel()
         # The caller's lists of block ids grow while the copy waits its turn.
         batch = [Transfer(t.place, tuple(t.block_ids), t.first_block, t.group) for t in transfers]
         try:
-            around = self._around()
+            copy_context = self._copy_context()
         except CopyError as error:
             self._ended.append(Finished(ticket, tuple(range(len(batch))), str(error), 0, 0.0))
             return
@@ -82,7 +89,7 @@ class TicketDevice:
             failed: dict[int, str] = {}
             moved = 0
             try:
-                with around():
+                with copy_context():
                     for i, transfer in enumerate(batch):
                         try:
                             move = check(transfer, plans, pool_bytes, shard, load=load)
@@ -105,8 +112,8 @@ class TicketDevice:
 
     def _end(self, ticket: int, done: Finished | None, error: BaseException | None) -> None:
         count = self._in_flight.pop(ticket)
-        if ticket in self._given_up:
-            self._given_up.discard(ticket)
+        if ticket in self._abandoned:
+            self._abandoned.discard(ticket)
             done, error = (
                 None,
                 CopyError(f"the copy took longer than a fence waits ({self._fence_timeout_s} s)"),
@@ -120,14 +127,17 @@ class TicketDevice:
         return ended
 
     def fence(self, tickets: Iterable[int] | None = None) -> None:
-        """Wait for these copies, all by default; what is left after ``fence_timeout_s`` has failed, and ``CopyError``
-        is raised."""
+        """Waits for these copies, or for all.
+
+        Copies that are left after ``fence_timeout_s`` count as failed; then it raises
+        ``CopyError``.
+        """
         deadline = self._clock.monotonic() + self._fence_timeout_s
         waiting = set(self._in_flight) if tickets is None else self._in_flight.keys() & set(tickets)
         while waiting:
             left = deadline - self._clock.monotonic()
             if left <= 0 or not self._executor.wait(left):
-                self._given_up |= waiting
+                self._abandoned |= waiting
                 raise CopyError(
                     f"{len(waiting)} copies did not end within {self._fence_timeout_s} s"
                 )
@@ -135,7 +145,10 @@ class TicketDevice:
             waiting &= self._in_flight.keys()
 
     def close(self) -> None:
-        """Wait, bounded, for what is in flight; a copy that does not end is reported as failed. Idempotent."""
+        """Waits at most ``fence_timeout_s`` for copies in flight and reports the others as failed.
+
+        Idempotent.
+        """
         if self._closed:
             return
         self._closed = True

@@ -17,7 +17,7 @@ class Extent(NamedTuple):
 class Staging(Protocol):
     """Where a device finds the staging areas."""
 
-    def use(self, area: int) -> int:
+    def select_area(self, area: int) -> int:
         """From the next copy on the device's pool is what has this area; its payload begins at the returned byte."""
         ...
 

@@ -48,7 +48,7 @@ class FileMedia:
         self._preadv, self._pwritev = io
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
-    def use(self, area: int) -> int:
+    def select_area(self, area: int) -> int:
         """Where in ``memory`` an area's payload begins."""
         return area * self._area_bytes + HEADER_BYTES
 

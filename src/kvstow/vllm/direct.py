@@ -26,7 +26,7 @@ class _Mover:
         self._staging = staging
 
     def start(self, ticket: int, item: Transfer, area: int, *, load: bool, length: int) -> None:
-        place = Place("pool", (Span(self._staging.use(area), length),))
+        place = Place("pool", (Span(self._staging.select_area(area), length),))
         copy = self._inner.copy_in if load else self._inner.copy_out
         copy(ticket, [Transfer(place, item.block_ids, item.first_block, item.group)])
 

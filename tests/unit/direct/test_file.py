@@ -48,7 +48,7 @@ def media(disk: Disk, areas: int = 3, shard: int = 0) -> FileMedia:
 
 def fill(media: FileMedia, area: int) -> bytes:
     data = os.urandom(LENGTH)
-    at = media.use(area)
+    at = media.select_area(area)
     media.memory[at : at + LENGTH] = data
     return data
 
@@ -60,7 +60,7 @@ def test_round_trip_in_as_many_calls_as_it_takes(most: int) -> None:
     data = fill(subject, 1)
     subject.write(1, Extent(2 * AREA, LENGTH, TAG))
     subject.read(2, Extent(2 * AREA, LENGTH, TAG))
-    at = subject.use(2)
+    at = subject.select_area(2)
     assert bytes(subject.memory[at : at + LENGTH]) == data
     assert all(offset % ALIGN == 0 and size % ALIGN == 0 for offset, size in disk.calls)
     assert sum(size for _, size in disk.calls) == 2 * (HEADER_BYTES + 4 * ALIGN)

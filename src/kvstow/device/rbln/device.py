@@ -1,10 +1,11 @@
-"""The RBLN device: whole contiguous blocks, a chunk's in one batch, straight between the engine's pages and the pool.
+"""The RBLN device: whole blocks between the engine's pages and the pool, one batch for a chunk.
 
-- A copy starts after everything that was queued on the compute stream at the call: out after the kernels that fill the
-  pages, in after the last reader of the old content. A ticket is finished when its copies are, and ``fence`` waits.
-- On the device a copy's end is one block of a layer, or its K or V where those are apart: contiguous, of the cache's
-  own shape and type. What the pool has to look like is arranged on the host's side. So there is no strided view, no
-  index and no operator that could take a detour through the host, and nothing is reinterpreted on the device.
+- A copy starts after everything that was queued on the compute stream at the call: a store after
+  the kernels that fill the pages, a load after the last reader of the old content. A ticket is
+  finished when its copies are; ``fence`` waits for them.
+- On the device a copy touches one block of a layer, or its K or its V where those lie apart. These
+  are contiguous tensors of the cache's own type; the pool is viewed in their shape. No strided
+  view, index or reinterpretation on the device could send the copy through the host.
 
 Not run on an NPU: its tests run on an emulated device, ``tests/rbln``.
 """
@@ -31,8 +32,11 @@ DEVICE_TYPE: Final = "rbln"
 
 
 class RblnDevice(TicketDevice):
-    """``Device`` over an RBLN NPU. ``block_axis`` is the axis that counts blocks in the KV of attention layers: 1 where
-    vllm-rbln runs with ``use_custom_kernel``, else 0."""
+    """``Device`` over an RBLN NPU.
+
+    ``block_axis`` is the axis that counts blocks in the KV of attention layers: 1 where vllm-rbln
+    runs with ``use_custom_kernel``, else 0.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,10 @@ class RblnDevice(TicketDevice):
     def attach(
         self, kv_caches: Mapping[str, KVCache], groups: Sequence[Mapping[str, KVSpec]]
     ) -> tuple[GroupPages, ...]:
-        """As the contract says. The number of blocks is the tensors' own, whatever the specs say."""
+        """Takes the KV tensors, as ``Device.attach``.
+
+        The number of blocks is read from the tensors, not from the specs.
+        """
         self.fence()
         plans = attach_groups(kv_caches, groups, DEVICE_TYPE, self._recognise)
         for number, plan in enumerate(plans):
@@ -60,12 +67,15 @@ class RblnDevice(TicketDevice):
                     f"KV cache group {number}: its layers differ in number of blocks: {counts}"
                 )
         self._plans = plans
-        self._runtime.use(plans[0].layers[0].planes[0].device)
+        self._runtime.select_device(plans[0].layers[0].planes[0].device)
         return tuple(plan.pages for plan in plans)
 
     def map_device_pool(self, pool: torch.Tensor, shard: int) -> None:
-        """From the next copy on the pool is this, in the device's own memory: a one-dimensional uint8 tensor, to which
-        direct storage has access. Copies then stay on the device, and no byte passes the host."""
+        """Makes ``pool``, one dimension of uint8 in device memory, the pool from the next copy on.
+
+        Copies then stay on the device; no byte passes the host. Raises ``UnsupportedError`` for
+        another kind of tensor.
+        """
         if (
             pool.dtype != torch.uint8
             or pool.dim() != 1
@@ -77,9 +87,9 @@ class RblnDevice(TicketDevice):
             )
         self._pool, self._shard = pool, shard
 
-    def _around(self) -> Callable[[], AbstractContextManager[object]]:
+    def _copy_context(self) -> Callable[[], AbstractContextManager[object]]:
         try:
-            return partial(self._runtime.copying, self._runtime.now())
+            return partial(self._runtime.copy_context, self._runtime.record())
         except RuntimeError as error:
             raise CopyError(f"the NPU failed: {error}") from error
 
@@ -94,7 +104,9 @@ class RblnDevice(TicketDevice):
 def _pairs(
     plan: GroupPlan, move: Move, pool: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each block, or part of it, of a transfer and its place in the pool: contiguous, of the same shape and type."""
+    """Yields each block (or its K or V) of a transfer with its place in the pool, in one shape and
+    type.
+    """
     for layer, prefix in zip(plan.layers, plan.prefix_bytes, strict=True):
         at = move.offset + move.blocks_per_chunk * prefix + move.first * layer.layer.page_bytes
         for block in move.ids:

@@ -1,8 +1,9 @@
 """The KV layouts of vllm-rbln 0.12, by name.
 
-Each layer is one contiguous tensor; axes are named as in ``kvstow.device.pages``. Which axis counts blocks is not
-guessed from the shape, ``[2, 2, ...]`` would be either: it is what the engine's configuration says, and the shape is
-checked against it. The number of blocks is the tensor's own, because the engine may allocate again with another.
+Each layer is one contiguous tensor; axes are named as in ``kvstow.device.pages``. The engine's
+configuration says which axis counts blocks, and the shape is checked against it: a shape ``[2, 2,
+...]`` fits both. The number of blocks is read from the tensor, because the engine may allocate
+again with another.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ KNOWN: Final = (
 )
 
 
-class _Found(NamedTuple):
-    layout: str
+class _Layout(NamedTuple):
+    name: str
     planes: tuple[torch.Tensor, ...]
 
 
 def recognise(
     name: str, cache: object, spec: KVSpec, device_type: str, block_axis: BlockAxis
 ) -> Pages:
-    """Layer ``name``'s pages. In each plane, of the cache's own type, the first axis counts kernel blocks, and the rows
-    of a block are contiguous.
+    """Recognises the layout of layer ``name`` and cuts it into planes.
 
-    Raises ``UnsupportedError`` for what is not exactly one of the known layouts.
+    A plane has the cache's own type. Its first axis counts kernel blocks; a block's rows are
+    contiguous. Raises ``UnsupportedError`` for what is not exactly one of the known layouts.
     """
     tensor = _check_tensor(name, cache, spec, device_type)
     blocks, rest = divmod(tensor.nbytes, spec.page_bytes)
@@ -49,7 +50,7 @@ def recognise(
         found = _latent(name, tensor, spec)
     else:
         found = _heads(name, tensor, spec, block_axis)
-    return Pages(LayerPages(name, spec.page_bytes, found.layout), spec, found.planes)
+    return Pages(LayerPages(name, spec.page_bytes, found.name), spec, found.planes)
 
 
 def _check_tensor(name: str, cache: object, spec: KVSpec, device_type: str) -> torch.Tensor:
@@ -79,22 +80,22 @@ def _check_tensor(name: str, cache: object, spec: KVSpec, device_type: str) -> t
 
 
 def _split(tensor: torch.Tensor, spec: KVSpec, token_axis: int) -> int:
-    """Kernel blocks in a block of the engine; 0 when the tokens do not divide."""
+    """Counts kernel blocks in a block of the engine. 0: the tokens do not divide."""
     tokens = tensor.shape[token_axis] if token_axis < tensor.dim() else 0
     return spec.block_tokens // tokens if tokens and spec.block_tokens % tokens == 0 else 0
 
 
-def _latent(name: str, tensor: torch.Tensor, spec: KVSpec) -> _Found:
+def _latent(name: str, tensor: torch.Tensor, spec: KVSpec) -> _Layout:
     split = _split(tensor, spec, 1)
     kernel = (spec.num_blocks * split, spec.block_tokens // max(1, split))
     if split and tuple(tensor.shape) == (*kernel, spec.head_size):
-        return _Found("rbln_mla.nc", (tensor,))
+        return _Layout("rbln_mla.nc", (tensor,))
     if split and spec.head_size == 1 and tuple(tensor.shape) == kernel:
-        return _Found("rbln_scale.n", (tensor,))
+        return _Layout("rbln_scale.n", (tensor,))
     raise _refuse(name, tensor, spec, "the shape is not that of a latent or of an indexer's scale")
 
 
-def _heads(name: str, tensor: torch.Tensor, spec: KVSpec, block_axis: BlockAxis) -> _Found:
+def _heads(name: str, tensor: torch.Tensor, spec: KVSpec, block_axis: BlockAxis) -> _Layout:
     split = _split(tensor, spec, 4)
     part = (spec.num_kv_heads, 1, spec.block_tokens // max(1, split), spec.head_size)
     shapes = {0: (spec.num_blocks * split, 2, *part), 1: (2, spec.num_blocks * split, *part)}
@@ -105,8 +106,8 @@ def _heads(name: str, tensor: torch.Tensor, spec: KVSpec, block_axis: BlockAxis)
         raise _refuse(name, tensor, spec, reason)
     kernel = f"r{split}" if split > 1 else ""
     if block_axis == 0:
-        return _Found(f"rbln_blocks_first.{kernel}khnc", (tensor,))
-    return _Found(f"rbln_kv_first.k{kernel}hnc", (tensor[0], tensor[1]))
+        return _Layout(f"rbln_blocks_first.{kernel}khnc", (tensor,))
+    return _Layout(f"rbln_kv_first.k{kernel}hnc", (tensor[0], tensor[1]))
 
 
 def _refuse(name: str, cache: object, spec: KVSpec, reason: str) -> UnsupportedError:

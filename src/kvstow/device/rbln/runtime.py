@@ -1,9 +1,13 @@
-"""What of ``torch.rbln`` orders copies. Probed, never assumed, and nothing of the vendor's is imported here."""
+"""Orders copies against compute on an RBLN NPU, through ``torch.rbln``.
+
+The module is probed at run time: it may have streams and events, or only ``synchronize``. No
+package of the vendor is imported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,27 +18,32 @@ from kvstow.errors import UnsupportedError
 class Runtime(Protocol):
     """Orders copies against compute. A method raises ``RuntimeError`` when the device fails."""
 
-    def use(self, device: torch.device) -> None:
-        """Everything from now on is about this device."""
+    def select_device(self, device: torch.device) -> None:
+        """Directs all later calls to ``device``."""
         ...
 
-    def now(self) -> object:
-        """A mark after everything queued on the caller's stream so far, for ``copying``."""
+    def record(self) -> object:
+        """Marks the end of everything queued on the caller's stream, for ``copy_context``."""
         ...
 
-    def copying(self, after: object) -> Any:
-        """A context in which copies are queued: they start after the mark, and have ended when it exits, also by an
-        exception. For the copy thread."""
+    def copy_context(self, after: object) -> AbstractContextManager[object]:
+        """Returns a context for copies that start after the mark ``after``.
+
+        They have ended when the context exits, also by an exception. Called on the copy thread.
+        """
         ...
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Queue copies of contiguous tensors of equal shapes and types."""
+        """Queues copies between contiguous tensors of equal shapes and types."""
         ...
 
 
 class TorchRbln:
-    """``Runtime`` by way of ``torch.rbln``. With streams and events copies overlap compute; without them each mark
-    waits for the device."""
+    """``Runtime`` through ``torch.rbln``.
+
+    With streams and events copies overlap compute. Without them ``record`` waits for the device.
+    Raises ``UnsupportedError`` where torch has no usable ``torch.rbln``.
+    """
 
     def __init__(self) -> None:
         self._module: Any = getattr(torch, "rbln", None)
@@ -48,11 +57,11 @@ class TorchRbln:
         self._device = torch.device("rbln")
         self._side: Any = None
 
-    def use(self, device: torch.device) -> None:
+    def select_device(self, device: torch.device) -> None:
         self._device = device
         self._side = self._module.Stream(device) if self._streams else None
 
-    def now(self) -> object:
+    def record(self) -> object:
         if not self._streams:
             self._module.synchronize(self._device)
             return None
@@ -61,13 +70,12 @@ class TorchRbln:
         return event
 
     @contextmanager
-    def copying(self, after: object) -> Iterator[None]:
+    def copy_context(self, after: object) -> Iterator[None]:
         with ExitStack() as stack:
             if hasattr(self._module, "device"):  # the current device is a thread's own
                 stack.enter_context(self._module.device(self._device))
-            stack.enter_context(
-                torch.inference_mode()
-            )  # the engine's KV may be an inference tensor
+            # the engine's KV may be an inference tensor
+            stack.enter_context(torch.inference_mode())
             if self._side is None:
                 stack.callback(self._module.synchronize, self._device)
             else:

@@ -1,4 +1,7 @@
-"""Staging areas of direct storage in an NPU's memory: each is bound, so that RDS can reach it, and a pool by itself."""
+"""Staging areas of direct storage in an NPU's memory.
+
+Each area is bound, so that RDS can reach it, and is a device pool of one slot.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from kvstow.layout import HEADER_BYTES
 
 
 class BoundArea:
-    """Device memory of its own, which direct storage can reach."""
+    """An allocation in device memory that RDS can reach.
+
+    Raises ``UnsupportedError`` where torch-rbln can't bind memory.
+    """
 
     def __init__(self, size_bytes: int, device: torch.device, rbln: Any) -> None:
-        with torch.inference_mode(
-            False
-        ):  # an inference tensor made here could not be written on another thread
+        # an inference tensor made here could not be written on another thread
+        with torch.inference_mode(False):
             self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         if not hasattr(rbln, "bind_device_memory"):
             raise UnsupportedError(
@@ -38,13 +43,16 @@ class StagedArea(NamedTuple):
 
 
 class DevicePools(Protocol):
-    """A device that can have a pool in its own memory."""
+    """A device that can copy to and from a pool in its own memory."""
 
     def map_device_pool(self, pool: torch.Tensor, shard: int) -> None: ...
 
 
 class DeviceStaging:
-    """``count`` areas for payloads of at most ``payload_bytes``, for ``inner``, whose KV is on ``device``."""
+    """``count`` staging areas on ``device``, each for one payload of at most ``payload_bytes``.
+
+    ``inner`` is the device that copies between them and the engine's pages.
+    """
 
     def __init__(
         self, inner: DevicePools, device: torch.device, count: int, payload_bytes: int
@@ -58,7 +66,10 @@ class DeviceStaging:
             for _ in range(count)
         ]
 
-    def use(self, area: int) -> int:
-        """From the next copy on the device's pool is what has this area; its payload begins at the returned byte."""
+    def select_area(self, area: int) -> int:
+        """Makes ``area`` the device's pool from the next copy on.
+
+        Returns its payload's offset there.
+        """
         self._inner.map_device_pool(self.areas[area].payload.tensor, 0)
         return 0
