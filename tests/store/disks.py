@@ -107,3 +107,8 @@ def ext4(tmp_path: Path, size_bytes: int) -> Iterator[Path]:
 
 def keys_held(store: DiskStore, keys: Sequence[ChunkKey]) -> list[int]:
     return [i for i, held in enumerate(store.contains(keys)) if held]
+
+
+def no_error(_: bytes, error: OSError) -> None:
+    """What a scrub is told to do with files that give an error, in tests where none does."""
+    raise error

@@ -26,7 +26,7 @@ from kvstow.pool.pool import HostPool
 from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.settings import Settings, parse
 from kvstow.tiers import Tier
-from tests.store.disks import file_of
+from tests.store.disks import file_of, no_error
 from tests.unit.codec.kv import (
     CODED,
     FRAME_BYTES,
@@ -169,7 +169,7 @@ def test_the_scrub_and_the_commands_read_coded_files(tmp_path: Path, codec: str)
     live(given, store=True)
     root = tmp_path / "kv"
     bad: list[bytes] = []
-    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest))
+    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest), no_error)
     scrub.step(attach(str(root)), 1 << 30, threading.Event())
     assert not bad
     path = file_of(root, key(3))

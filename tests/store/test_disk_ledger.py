@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from kvstow.backends.disk import files, quarantine, volume
+from kvstow.backends.disk import files, quarantine, room
 from kvstow.backends.disk import mount as mounts
 from kvstow.backends.disk.ledger import PAGE_BYTES, LedgerGone
 from kvstow.backends.disk.mount import attach
-from kvstow.backends.disk.store import DiskStore
+from kvstow.backends.disk.store import REAP_EVERY_S, SCAN_AGAIN_S, DiskStore
+from kvstow.cli.data_directory import DataDirectory
 from kvstow.errors import StoreUnavailable
+from kvstow.testing.manual import ManualClock
 from kvstow.testing.store_suite import make_key
 from tests.store.disks import CHUNK, MIB, disk, file_of, holds, on_disk, put, temporaries
 
@@ -74,7 +76,7 @@ def _by_delete(store: DiskStore) -> None:
 
 
 def _by_eviction(store: DiskStore) -> None:
-    store._volumes[0]._evict(store._volumes[0].attach(), 1)
+    store._volumes[0]._room._evict(store._volumes[0].attach(), 1)
 
 
 def _from_quarantine(store: DiskStore) -> None:
@@ -85,8 +87,8 @@ def _from_quarantine(store: DiskStore) -> None:
 @pytest.mark.parametrize(
     ("remove", "module", "name"),
     [
-        (_by_delete, volume, "remove_chunk"),
-        (_by_eviction, volume, "remove_chunk"),
+        (_by_delete, room, "remove_chunk"),
+        (_by_eviction, room, "remove_chunk"),
         (_from_quarantine, quarantine, "_drop"),
     ],
 )
@@ -136,7 +138,7 @@ def test_shrinking_is_said_step_by_step(tmp_path: Path, monkeypatch: pytest.Monk
     one, other = pair(tmp_path, 128)
     one.close()
     smaller = disk(tmp_path, size_bytes=2 * MIB)
-    real, removed = volume.remove_chunk, 0
+    real, removed = room.remove_chunk, 0
 
     def slow(*arguments: Any) -> int:
         nonlocal removed
@@ -146,7 +148,7 @@ def test_shrinking_is_said_step_by_step(tmp_path: Path, monkeypatch: pytest.Monk
             assert used(smaller) >= on_disk(tmp_path)
         return real(*arguments)
 
-    monkeypatch.setattr(volume, "remove_chunk", slow)
+    monkeypatch.setattr(room, "remove_chunk", slow)
     smaller.scan()
     kept = on_disk(tmp_path)
     assert 2 * MIB - 3 * CHUNK <= kept <= 2 * MIB
@@ -245,3 +247,88 @@ def test_i3_what_is_removed_under_a_live_store_is_made_anew(tmp_path: Path, dire
     assert put(store, make_key(2), 2)
     assert on_disk(tmp_path) <= used(store)
     store.close()
+
+
+def die(path: Path) -> None:
+    """Leave what a process leaves that is killed while it writes a chunk, and after it has removed one."""
+    mount = attach(str(path))
+    assert mount.ledger.reserve(CHUNK, SIZE) == 0
+    os.unlink(file_of(path, make_key(0)))
+
+
+def test_what_a_killed_process_held_is_counted_soon(tmp_path: Path) -> None:
+    clock = ManualClock()
+    store = disk(tmp_path, size_bytes=SIZE, clock=clock)
+    assert all(put(store, make_key(i), i) for i in range(5))
+    store.tend()
+    die(tmp_path)
+    assert used(store) >= on_disk(tmp_path) + 2 * CHUNK
+    clock.advance(REAP_EVERY_S)
+    store.tend()
+    clock.advance(SCAN_AGAIN_S)
+    store.tend()
+    assert used(store) == on_disk(tmp_path)
+    store.close()
+
+
+def test_what_a_killed_process_held_is_counted_by_the_command_that_clears_up(
+    tmp_path: Path,
+) -> None:
+    store = disk(tmp_path, size_bytes=SIZE)
+    assert all(put(store, make_key(i), i) for i in range(5))
+    assert used(store) >= on_disk(tmp_path)
+    die(tmp_path)
+    DataDirectory(str(tmp_path)).close()
+    assert used(store) == on_disk(tmp_path)
+    store.close()
+
+
+def test_an_eviction_that_fails_midway_says_what_it_has_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = pair(tmp_path)
+    before = used(store)
+    real, calls = room.remove_chunk, 0
+
+    def second_fails(*arguments: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(errno.EIO, "broken")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "remove_chunk", second_fails)
+        with pytest.raises(OSError, match="broken"):
+            store._volumes[0]._room._evict(store._volumes[0].attach(), 3 * CHUNK)
+    assert used(store) == before - CHUNK
+
+
+@pytest.mark.parametrize("look", ["contains", "write", "scan"])
+@pytest.mark.parametrize("remove", [_by_delete, _by_eviction])
+def test_a_look_while_a_chunk_is_removed_does_not_bring_it_back(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    remove: Callable[[DiskStore], None],
+    look: str,
+) -> None:
+    store = disk(tmp_path, size_bytes=SIZE)
+    key = make_key(0)
+    assert put(store, key, 0)
+    real = room.remove_chunk
+
+    def slow(*arguments: Any) -> int:
+        if look == "contains":
+            assert store.contains([key]) == [False]
+        elif look == "write":
+            assert not put(store, key, 0)
+        else:
+            store.scan()
+        return real(*arguments)
+
+    monkeypatch.setattr(room, "remove_chunk", slow)
+    remove(store)
+    assert store.contains([key]) == [False]
+    assert put(store, key, 0)
+    assert holds(store, key, 0)
+    assert not os.listdir(tmp_path / "quarantine")

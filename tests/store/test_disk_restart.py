@@ -12,11 +12,11 @@ import pytest
 
 from kvstow.backends.base import REJECTED
 from kvstow.backends.disk import ledger, names
-from kvstow.backends.disk.index import Found
+from kvstow.backends.disk.index import ChunkFile
 from kvstow.backends.disk.mount import attach
+from kvstow.backends.disk.room import VolumeLimits
 from kvstow.backends.disk.store import SCAN_EVERY_S
-from kvstow.backends.disk.turn import Turns
-from kvstow.backends.disk.volume import Volume, VolumeLimits
+from kvstow.backends.disk.volume import Volume
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.testing.manual import ManualClock
@@ -83,7 +83,6 @@ def test_what_the_scan_has_not_reached_is_served_meanwhile(tmp_path: Path) -> No
         SystemClock(),
         describe=lambda _: {},
         admit=lambda _: True,
-        turns=Turns(),
     )
     during: list[bool] = []
 
@@ -141,7 +140,7 @@ def test_a_scan_forgets_what_others_removed_and_keeps_what_came_meanwhile(tmp_pa
     index = store._volumes[0]._index
     assert len(index) == 5
     index.begin_scan()
-    index.add(bytes(KEYS[50].namespace), [Found(KEYS[50].digest(), CHUNK, 0.0)])
+    index.add(bytes(KEYS[50].namespace), [ChunkFile(KEYS[50].digest(), CHUNK, 0.0)])
     index.end_scan()
     assert len(index) == 1
 

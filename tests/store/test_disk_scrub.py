@@ -20,7 +20,7 @@ from kvstow.errors import FrameError
 from kvstow.key import ChunkKey
 from kvstow.layout import GroupLayout
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
-from tests.store.disks import CHUNK, disk, file_of, holds, keys_held, put
+from tests.store.disks import CHUNK, disk, file_of, holds, keys_held, no_error, put
 
 GROUP = GroupLayout(16, 1, (10_000,))
 KEYS = [make_key(i) for i in range(40)]
@@ -80,7 +80,7 @@ def test_a_round_of_the_scrub_sets_aside_what_is_bad_and_only_that(
         bad.append(digest)
         store._volumes[0].set_aside(namespace, digest, "corrupt")
 
-    done = Scrub(frame_check(integrity_key), set_aside).step(
+    done = Scrub(frame_check(integrity_key), set_aside, no_error).step(
         attach(str(tmp_path)), 1 << 30, threading.Event()
     )
     assert sorted(bad) == sorted(KEYS[i].digest() for i in (3, 4, 5, 8))
@@ -97,7 +97,7 @@ def test_a_round_of_the_scrub_sets_aside_what_is_bad_and_only_that(
 def test_a_keyed_scrub_refuses_frames_without_a_mac(tmp_path: Path) -> None:
     filled(tmp_path)
     bad: list[bytes] = []
-    scrub = Scrub(frame_check(b"k" * 32), lambda _, digest: bad.append(digest))
+    scrub = Scrub(frame_check(b"k" * 32), lambda _, digest: bad.append(digest), no_error)
     scrub.step(attach(str(tmp_path)), 1 << 30, threading.Event())
     assert len(bad) == 40
 
@@ -112,7 +112,7 @@ def test_a_huge_file_by_a_chunks_name_is_judged_by_its_first_page(
     os.truncate(empty, 0)
     os.truncate(empty, length)
     bad: list[bytes] = []
-    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest))
+    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest), no_error)
     done = scrub.step(attach(str(tmp_path)), 1 << 50, threading.Event())
     assert sorted(bad) == sorted(KEYS[i].digest() for i in (3, 4))
     assert done <= 40 * GROUP.frame_bytes
@@ -130,7 +130,7 @@ def test_a_header_that_claims_more_than_a_chunk_can_have_is_not_followed(tmp_pat
     path.write_bytes(page)
     os.truncate(path, 4096 + (1 << 40))
     bad: list[bytes] = []
-    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest))
+    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest), no_error)
     assert scrub.step(attach(str(tmp_path)), 1 << 50, threading.Event()) <= 40 * GROUP.frame_bytes
     assert bad == [KEYS[3].digest()]
 
@@ -149,7 +149,7 @@ def test_frames_longer_than_the_buffer_and_coded_ones_are_whole(tmp_path: Path) 
     frame.write_header(coded, header, payload, None)
     assert write_one(store, KEYS[1], bytes(coded)) == Done(len(coded))
     bad: list[bytes] = []
-    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest))
+    scrub = Scrub(frame_check(), lambda _, digest: bad.append(digest), no_error)
     assert scrub.step(attach(str(tmp_path)), 1 << 30, threading.Event()) == group.frame_bytes + len(
         coded
     )
@@ -167,7 +167,7 @@ def test_the_scrub_keeps_to_its_budget_and_goes_on_where_the_last_one_stopped(
         return read(0, memoryview(bytearray(length))) == length
 
     def new() -> Scrub:
-        return Scrub(check, lambda *_: None)
+        return Scrub(check, lambda *_: None, no_error)
 
     mount, stop = attach(str(tmp_path)), threading.Event()
     first = new()

@@ -19,7 +19,7 @@ from kvstow.backends.disk.mount import Mount, alive, attach, free_bytes, reap, u
 from kvstow.backends.disk.quarantine import quarantine, shrink
 from kvstow.backends.disk.remove import awaited, remove_chunk, remove_empty_namespace
 from kvstow.backends.disk.scan import Count, about, family, list_directory, namespaces, scan
-from kvstow.backends.disk.scrub import Verified, chunks_after, verify
+from kvstow.backends.disk.scrub import Verified, chunks_after, digest_in, verify
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.runtime import SystemClock
 
@@ -108,7 +108,10 @@ class DataDirectory(View):
         super().__init__(path)
         with _faults("opening", path, "written"):
             self._mount: Mount = attach(path)
-        self.root, self.ledger = self._mount.root, self._mount.ledger
+        self.root = self._mount.root
+        self.ledger = self._mount.ledger
+        if self._mount.took_over:
+            self.usage()  # what the dead had reserved is not what they have written
 
     def close(self) -> None:
         self._mount.detach()
@@ -125,12 +128,20 @@ class DataDirectory(View):
         """Every chunk, checked. Bad ones are moved to the quarantine if asked for."""
         with _faults("verifying", self.path, "read"):
             for path in chunks_after(self._mount.root, ""):
-                result = verify(self._mount, path, check)
+                result = self._verify(path, check)
                 if result is None:
                     continue
                 if set_aside and not result.good:
                     quarantine(self._mount, path, result.digest, "corrupt", 1 << 62)
                 yield result
+
+    def _verify(self, path: str, check: Check) -> Verified | None:
+        """A file that gives an error is bad, if the directory can be read. Raises ``OSError`` if it can't."""
+        try:
+            return verify(self._mount, path, check)
+        except OSError:
+            self._mount.check_readable()
+            return Verified(bytes.fromhex(path[:64]), digest_in(path), good=False, read_bytes=0)
 
     def remove(self, chosen: Callable[[str, float], bool]) -> tuple[int, int]:
         """Remove the chunks of which ``chosen(namespace, last use)`` is true. Returns how many, and their bytes.

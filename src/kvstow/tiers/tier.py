@@ -217,9 +217,8 @@ class Tier:
         metrics = self._metrics
         if came is None:
             self._failed(len(keys), error)
-            if isinstance(error, StoreRefused):
-                for key in keys:
-                    self._learn(key, False)
+            for key in keys:  # what can't be read must be stored anew when it is computed
+                self._learn(key, False)
             return
         for key, one in zip(keys, came, strict=True):
             self._learn(key, one.got is not Got.MISS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstow.backends.disk import names
-from kvstow.backends.disk.index import TOUCH_S, Found, Index
+from kvstow.backends.disk.index import TOUCH_S, ChunkFile, Index
 from kvstow.backends.disk.ledger import MAX_PROCESSES, PAGE_BYTES, Book
 from kvstow.pool.policy.lru import LRU
 from kvstow.pool.policy.s3fifo import S3FIFO
@@ -67,11 +67,11 @@ def test_used_is_published_and_reserved_and_unknown_stays_unknown() -> None:
 
 def test_a_first_scan_brings_all_in_order_of_last_use() -> None:
     index = Index(LRU())
-    index.add(NAMESPACE, [Found(digest(8), 1, 800.0)])  # found by a request, before the scan
+    index.add(NAMESPACE, [ChunkFile(digest(8), 1, 800.0)])  # found by a request, before the scan
     index.begin_scan()
-    index.add(NAMESPACE, [Found(digest(i), 1, i * 100.0) for i in (3, 1, 8, 2)])
-    index.add(NAMESPACE, [Found(digest(9), 1, 900.0)])  # written meanwhile
-    index.add(NAMESPACE, [Found(digest(5), 1, 500.0)])
+    index.add(NAMESPACE, [ChunkFile(digest(i), 1, i * 100.0) for i in (3, 1, 8, 2)])
+    index.add(NAMESPACE, [ChunkFile(digest(9), 1, 900.0)])  # written meanwhile
+    index.add(NAMESPACE, [ChunkFile(digest(5), 1, 500.0)])
     index.end_scan()
     assert victims(index) == [1, 2, 3, 5, 8, 9]
     assert len(index) == 0
@@ -80,11 +80,11 @@ def test_a_first_scan_brings_all_in_order_of_last_use() -> None:
 def test_a_later_scan_keeps_the_order_of_use_and_forgets_what_is_gone() -> None:
     index = Index(LRU())
     index.begin_scan()
-    index.add(NAMESPACE, [Found(digest(i), 1, i * 100.0) for i in range(5)])
+    index.add(NAMESPACE, [ChunkFile(digest(i), 1, i * 100.0) for i in range(5)])
     index.end_scan()
     index.touch(digest(0), 1000.0)
     index.begin_scan()
-    index.add(NAMESPACE, [Found(digest(i), 1, 0.0) for i in (0, 1, 3, 4)])
+    index.add(NAMESPACE, [ChunkFile(digest(i), 1, 0.0) for i in (0, 1, 3, 4)])
     index.end_scan()
     assert not index.has(digest(2))
     assert victims(index) == [1, 3, 4, 0]
@@ -92,7 +92,7 @@ def test_a_later_scan_keeps_the_order_of_use_and_forgets_what_is_gone() -> None:
 
 def test_recency_is_renewed_on_disk_at_most_once_a_minute() -> None:
     index = Index(LRU())
-    index.add(NAMESPACE, [Found(digest(1), 1, 1000.0)])
+    index.add(NAMESPACE, [ChunkFile(digest(1), 1, 1000.0)])
     assert [
         index.touch(digest(1), 1000.0 + dt) for dt in (1, TOUCH_S, TOUCH_S + 1, 2 * TOUCH_S)
     ] == [
@@ -107,7 +107,7 @@ def test_recency_is_renewed_on_disk_at_most_once_a_minute() -> None:
 def test_what_is_dropped_is_no_victim() -> None:
     for order in (LRU(), S3FIFO()):
         index = Index(order)
-        index.add(NAMESPACE, [Found(digest(i), 1, 0.0) for i in range(3)])
+        index.add(NAMESPACE, [ChunkFile(digest(i), 1, 0.0) for i in range(3)])
         index.drop(digest(1))
         index.drop(digest(7))
         assert sorted(victims(index)) == [0, 2]
@@ -117,3 +117,29 @@ def test_paths_are_made_of_digests() -> None:
     path = names.chunk_path(b"\xab" * 32, b"\xcd" * 32)
     assert path == f"{'ab' * 32}/c/d/{'cd' * 32}.kv"
     assert names.digest_of(path.rsplit("/", 1)[1]) == b"\xcd" * 32
+
+
+def test_a_file_that_is_being_removed_is_not_added_again() -> None:
+    index = Index(LRU())
+    index.add(NAMESPACE, [ChunkFile(digest(1), 1, 0.0)])
+    with index.look() as look:
+        assert index.victim() == (NAMESPACE, digest(1), 1)
+        index.add(NAMESPACE, [ChunkFile(digest(1), 1, 0.0)], look)
+        assert not index.has(digest(1)), "it is about to be unlinked"
+        index.end_removal(digest(1))
+        index.add(NAMESPACE, [ChunkFile(digest(1), 1, 0.0)], look)
+        assert not index.has(digest(1)), "it was seen before it was unlinked"
+    with index.look() as look:
+        index.add(NAMESPACE, [ChunkFile(digest(1), 1, 0.0)], look)
+    assert index.has(digest(1)), "it is there anew"
+
+
+def test_what_is_known_is_counted_once_whoever_removes_it() -> None:
+    index = Index(LRU())
+    index.add(NAMESPACE, [ChunkFile(digest(1), 7, 0.0)])
+    assert index.begin_removal(digest(1)) == 7
+    assert index.begin_removal(digest(1)) is None
+    assert index.victim() is None
+    index.end_removal(digest(1))
+    index.add(NAMESPACE, [ChunkFile(digest(1), 8, 0.0)])
+    assert index.victim() == (NAMESPACE, digest(1), 8)

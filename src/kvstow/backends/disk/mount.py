@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Final
 
 from kvstow.backends.disk import names
-from kvstow.backends.disk.files import CREATE_FLAGS, Fd, direct_works
-from kvstow.backends.disk.ledger import Book, Ledger, peek
+from kvstow.backends.disk.files import CREATE_FLAGS, READ_FLAGS, Fd, direct_works
+from kvstow.backends.disk.ledger import PAGE_BYTES, Book, Ledger, peek
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.layout import ALIGN
 
@@ -30,15 +31,6 @@ MAX_UNIT_BYTES: Final = (
 MAX_ATTEMPTS: Final = 20  # to make a lock file while others take it for a dead process's
 _NO_LOCKS: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-
-
-@contextmanager
-def faults(what: str) -> Iterator[None]:
-    """Any fault of the filesystem is transient to the tier: the breaker asks again later."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreUnavailable(f"{what}: {error}") from error
 
 
 @dataclass(slots=True)
@@ -54,6 +46,7 @@ class Mount:
     lock: Fd
     ledger: Ledger
     ledger_id: bytes
+    took_over: bool = False  # from processes that were dead when this one attached
     serials: Iterator[int] = field(
         default_factory=partial(count, 3)
     )  # before are the lock's name, the probe's
@@ -65,7 +58,7 @@ class Mount:
     def tag(self) -> str:
         return f"{self.token}-{next(self.serials)}"  # one step of ``count`` is atomic
 
-    def kind(self, path: str) -> os.stat_result | None:
+    def stat(self, path: str) -> os.stat_result | None:
         """``lstat`` of a path below the root; None: nothing is there."""
         try:
             return os.stat(path, dir_fd=self.root.number, follow_symlinks=False)
@@ -80,8 +73,15 @@ class Mount:
     def free_bytes(self) -> int:
         return free_bytes(self.root)
 
-    def probe(self, room_bytes: int) -> None:
-        """Write, read and publish something, and take room for a file. Raises ``OSError`` where that does not work."""
+    def check_readable(self) -> None:
+        """Read the ledger, from the device where direct I/O works. Raises ``OSError`` if that fails."""
+        flags = READ_FLAGS | (os.O_DIRECT if self.direct else 0)
+        file = Fd(os.open(names.LEDGER, flags, dir_fd=self.root.number))
+        with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
+            os.preadv(file.number, [view], 0)
+
+    def check_writable(self, room_bytes: int) -> None:
+        """Write, read and publish a file of at least ``room_bytes``. Raises ``OSError`` if that fails."""
         _probe(self.root, f"{names.TMP}/{self.token}-1", self.direct, room_bytes)
 
     def in_place(self) -> bool:
@@ -89,7 +89,7 @@ class Mount:
         needed = (names.LEDGER, names.TMP, names.QUARANTINE, names.lock_path(self.token))
         try:
             return _identity(os.stat(self.path)) == self.identity and None not in map(
-                self.kind, needed
+                self.stat, needed
             )
         except OSError:
             return False
@@ -126,7 +126,7 @@ def attach(path: str, *, direct: bool = True, again: Mount | None = None) -> Mou
     ledger, book = _join(root, token)
     owner, works = _probe(root, f"{names.TMP}/{token.hex()}-1", direct)
     mount = Mount(path, root, identity, owner, works, token.hex(), lock, ledger, book.id)
-    reap(mount)
+    mount.took_over = reap(mount)
     return mount
 
 

@@ -36,7 +36,7 @@ def remove_chunk(
 def awaited(mount: Mount, name: str, now_s: float) -> bool:
     """Whether a namespace that holds no chunks may soon: lately an engine said that it uses it, and there is another
     process that may be that engine."""
-    said = mount.kind(names.namespace_json(bytes.fromhex(name)))
+    said = mount.stat(names.namespace_json(bytes.fromhex(name)))
     return (
         said is not None
         and now_s - said.st_mtime <= KEPT_EMPTY_S

@@ -13,7 +13,7 @@ import msgspec
 
 from kvstow.backends.disk import names
 from kvstow.backends.disk.files import Fd
-from kvstow.backends.disk.index import Found
+from kvstow.backends.disk.index import ChunkFile
 from kvstow.backends.disk.ledger import Ledger
 
 BLOCK_BYTES: Final = 512  # the unit of ``st_blocks``
@@ -107,7 +107,7 @@ def family(namespace: str, about: Mapping[str, object]) -> str:
 def scan(
     root: Fd,
     ledger: Ledger,
-    found: Callable[[bytes, list[Found]], None],
+    found: Callable[[bytes, list[ChunkFile]], None],
     *,
     stop: threading.Event,
     pause_s: float = 0.0,
@@ -136,16 +136,16 @@ def scan(
     return count
 
 
-def _chunks(root: Fd, path: str, ledger: Ledger, namespace: Namespace) -> list[Found]:
+def _chunks(root: Fd, path: str, ledger: Ledger, namespace: Namespace) -> list[ChunkFile]:
     namespace.bytes += _bytes(root, path, ledger)
-    chunks: list[Found] = []
+    chunks: list[ChunkFile] = []
     for name, result in list_directory(root, path):
         digest = names.digest_of(name)
         if digest is None or not stat.S_ISREG(result.st_mode):
             continue
         size = allocated_bytes(result, ledger)
         namespace.count(size, result.st_mtime)
-        chunks.append(Found(digest, size, result.st_mtime))
+        chunks.append(ChunkFile(digest, size, result.st_mtime))
     return chunks
 
 

@@ -43,12 +43,20 @@ def chunks_after(root: Fd, cursor: str) -> Iterator[str]:
                 )
 
 
+def digest_in(path: str) -> bytes:
+    """The digest of a chunk whose file's path ``chunks_after`` gave."""
+    digest = names.digest_of(path.rsplit("/", 1)[1])
+    assert digest is not None, "only chunks' files are listed"
+    return digest
+
+
 def verify(mount: Mount, path: str, check: Check) -> Verified | None:
     """Check one chunk's file, through the page cache if it is there already. None: it is gone, or not a file.
 
     Recency does not change.
     """
-    namespace, digest = bytes.fromhex(path[:64]), names.digest_of(path.rsplit("/", 1)[1])
+    namespace = bytes.fromhex(path[:64])
+    digest = digest_in(path)
     try:
         fd = Fd(
             os.open(path, files.READ_FLAGS | mount.direct * os.O_DIRECT, dir_fd=mount.root.number)
@@ -58,7 +66,7 @@ def verify(mount: Mount, path: str, check: Check) -> Verified | None:
             return None
         raise
     result = os.fstat(fd.number)
-    if digest is None or not is_regular(result):
+    if not is_regular(result):
         return None
     read_bytes = 0
 
@@ -77,9 +85,17 @@ def verify(mount: Mount, path: str, check: Check) -> Verified | None:
 class Scrub:
     """Goes round and round one directory, from where the last process stopped. One thread."""
 
-    def __init__(self, check: Check, bad: Callable[[bytes, bytes], None]) -> None:
+    def __init__(
+        self,
+        check: Check,
+        bad: Callable[[bytes, bytes], None],
+        unreadable: Callable[[bytes, OSError], None],
+    ) -> None:
+        """``bad`` is called with namespace and digest of a chunk that is not whole, ``unreadable`` with the digest of
+        one whose file gives an error; it raises the error if it is not that file's."""
         self._check = check
         self._bad = bad
+        self._unreadable = unreadable
         self._lock: Fd | None = None
         self._mount: Mount | None = None
         self._paths: Iterator[str] = iter(())
@@ -99,7 +115,11 @@ class Scrub:
                 self._save("")
                 self._paths = chunks_after(mount.root, "")
                 break
-            result = verify(mount, path, self._check)
+            try:
+                result = verify(mount, path, self._check)
+            except OSError as error:
+                self._unreadable(digest_in(path), error)
+                continue
             if result is not None:
                 done += result.read_bytes or 1
                 if not result.good:

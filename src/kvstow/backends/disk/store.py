@@ -15,12 +15,12 @@ from kvstow.backends.base import MISSING, REJECTED, Buffer, Outcome
 from kvstow.backends.disk.admission import SecondSight
 from kvstow.backends.disk.check import Check
 from kvstow.backends.disk.health import Health
-from kvstow.backends.disk.index import Order
+from kvstow.backends.disk.index import EvictionOrder
 from kvstow.backends.disk.inside import Inside
+from kvstow.backends.disk.room import VolumeLimits
 from kvstow.backends.disk.scan import Count
 from kvstow.backends.disk.scrub import Scrub
-from kvstow.backends.disk.turn import Turns
-from kvstow.backends.disk.volume import Admit, Volume, VolumeLimits
+from kvstow.backends.disk.volume import Admit, Volume
 from kvstow.errors import KVStowError, StoreUnavailable, UnsupportedError
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock, Executor
@@ -76,14 +76,13 @@ class DiskStore:
         paths: Sequence[str],
         options: DiskOptions,
         *,
-        order: Callable[[], Order],
+        order: Callable[[], EvictionOrder],
         clock: Clock,
         describe: Callable[[bytes], Mapping[str, object]] = lambda _: {},
         check: Check | None = None,
     ) -> None:
         limits = VolumeLimits(options.size_bytes // len(paths), options.min_free_bytes)
         admit: Admit = SecondSight() if options.admission == "second_sight" else lambda _: True
-        turns = Turns()
         self._clock = clock
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -97,13 +96,16 @@ class DiskStore:
                 clock,
                 describe=describe,
                 admit=admit,
-                turns=turns,
                 direct=options.direct,
             )
             for path in paths
         ]
         scrubbed = self._volumes if options.scrub_bytes_s else []
-        self._scrubs = [Scrub(check, self._corrupt(volume)) for volume in scrubbed] if check else []
+        self._scrubs = (
+            [Scrub(check, self._corrupt(volume), volume.note_unreadable) for volume in scrubbed]
+            if check
+            else []
+        )
         self._spread = (
             self._volumes
             if options.volume is None
@@ -280,7 +282,7 @@ class DiskStore:
             if self._spread is self._volumes and not self._health.works(which):
                 if self._inside.hangs(which) or not self._health.due(which):
                     return
-                volume.trial()
+                volume.try_writing()
                 self._health.worked(which)
             self._scan_or_reap(volume, self._due[which])
             if self._scrubs:

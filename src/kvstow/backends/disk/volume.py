@@ -6,24 +6,23 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
 import msgspec
 
 from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome
 from kvstow.backends.disk import files, names
-from kvstow.backends.disk.index import Found, Index, Order
+from kvstow.backends.disk.bad_files import BadFiles
+from kvstow.backends.disk.index import ChunkFile, EvictionOrder, Index, Look
 from kvstow.backends.disk.ledger import LedgerGone
-from kvstow.backends.disk.mount import Mount, attach, faults, is_regular, reap
-from kvstow.backends.disk.quarantine import quarantine, shrink
-from kvstow.backends.disk.remove import awaited, remove_chunk, remove_empty_namespace
+from kvstow.backends.disk.mount import Mount, attach, is_regular, reap
+from kvstow.backends.disk.quarantine import quarantine
+from kvstow.backends.disk.remove import awaited, remove_empty_namespace
 from kvstow.backends.disk.rivals import rivals
+from kvstow.backends.disk.room import Room, VolumeLimits
 from kvstow.backends.disk.scan import Count, allocated_bytes, scan
-from kvstow.backends.disk.turn import Turns
 from kvstow.errors import StoreUnavailable
 from kvstow.layout import ALIGN
 from kvstow.runtime import Clock
@@ -32,86 +31,32 @@ R = TypeVar("R")
 
 logger = logging.getLogger("kvstow")
 
-MAX_ROUNDS: Final = (
-    64  # of evicting and trying again to reserve, while others reserve what was freed
-)
-MAX_VICTIMS: Final = 4096  # looked at in one round; files that others removed already free nothing
 MAX_INTRODUCTIONS: Final = 8  # of a namespace that others remove, because nothing is in it yet
-MAX_BAD: Final = 1024  # bad files remembered because they could not be moved aside
+MAX_UNREADABLE_IN_A_ROW: Final = 8  # files that give an error; then it is the directory that fails
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_LACKS_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 Admit = Callable[[bytes], bool]
 Describe = Callable[[bytes], Mapping[str, object]]
 
 
-@dataclass(frozen=True, slots=True)
-class VolumeLimits:
-    """``size_bytes``: the most that the directory holds, whoever writes to it. ``min_free_bytes``: what stays free
-    on its filesystem, whoever fills it."""
-
-    size_bytes: int
-    min_free_bytes: int = 0
-
-
-class _At:
-    """A volume's directory for one operation, whose faults become ``StoreUnavailable``; with ``turns`` in one of them.
-    Written out: a generator's context manager takes several times as long, under the GIL."""
-
-    __slots__ = ("_turn", "_turns", "_volume", "_what")
-
-    def __init__(self, volume: Volume, what: str, turns: Turns | None = None) -> None:
-        self._volume = volume
-        self._what = what
-        self._turns = turns
-        self._turn: threading.Lock | None = None
-
-    def __enter__(self) -> Mount:
-        mount = self._volume._mount
-        if mount is None:
-            with faults(f"{self._what} in {self._volume.path}"):
-                mount = self._volume.attach()
-        if self._turns is not None:
-            self._turn = self._turns.take()
-        return mount
-
-    def pause(self, call: Callable[[], R]) -> R:
-        """What ``call`` returns, mostly not in Python: meanwhile others have their turns."""
-        turn, self._turn = self._turn, None
-        if self._turns is None or turn is None:
-            return call()
-        turn.release()
-        try:
-            return call()
-        finally:
-            self._turn = self._turns.take()
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._turn is not None:
-            self._turn.release()
-        if error is None:
-            return
-        if isinstance(error, LedgerGone):
-            self._volume._mount = None
-        elif isinstance(error, StoreUnavailable | OSError):
-            self._volume.check_in_place()
-            if isinstance(error, OSError):
-                raise StoreUnavailable(f"{self._what} in {self._volume.path}: {error}") from error
-
-
 class Volume:
-    """Thread-safe. Its locks are held for no I/O but the ledger's."""
+    """Reads, writes and evicts in one data directory. Thread-safe; only the ledger's lock is held during I/O.
+
+    Every fault of the filesystem is raised as ``StoreUnavailable``, except one that a single file gives:
+    that chunk is a miss, see ``BadFiles``.
+    """
 
     def __init__(
         self,
         path: str,
         limits: VolumeLimits,
-        order: Order,
+        order: EvictionOrder,
         clock: Clock,
         *,
         describe: Describe,
         admit: Admit,
-        turns: Turns,
         direct: bool = True,
     ) -> None:
         self.path = path
@@ -119,16 +64,18 @@ class Volume:
         self._clock = clock
         self._describe = describe
         self._admit = admit
-        self._turns = turns
         self._direct = direct
         self._index = Index(order)
-        self._bad: dict[bytes, None] = {}
+        self._bad = BadFiles()
+        self._room = Room(limits, self._index, self._bad)
+        self._unreadable_in_a_row = 0  # files that gave an error since one was read or written
+        self._logged_errors: set[int | None] = set()
         self._written: set[bytes] = set()  # namespaces; a handful
         self._mount: Mount | None = None
-        self._last: Mount | None = None
+        self._last_mount: Mount | None = None
         self._attaching = threading.Lock()
         self.scan_wanted = True
-        self._lacked_bytes = 0  # of a write that found no room: a trial must find it
+        self._lacked_bytes = 0  # of a write that found no room: ``try_writing`` must find it
 
     # --- attached or not ------------------------------------------------------------------------------------------
 
@@ -141,10 +88,28 @@ class Volume:
             raise StoreUnavailable(f"{self.path} is being attached")
         try:
             if self._mount is None:
-                self._mount = self._last = attach(self.path, direct=self._direct, again=self._last)
+                self._mount = attach(self.path, direct=self._direct, again=self._last_mount)
+                self._last_mount = self._mount
+                self._bad.clear()
+                self.scan_wanted = True
             return self._mount
         finally:
             self._attaching.release()
+
+    @contextmanager
+    def _operation(self, doing: str) -> Iterator[Mount]:
+        """Give one operation the directory, and raise its faults as ``StoreUnavailable``."""
+        try:
+            yield self.attach()
+        except LedgerGone:
+            self._mount = None
+            raise
+        except StoreUnavailable:
+            self.check_in_place()
+            raise
+        except OSError as error:
+            self.check_in_place()
+            raise StoreUnavailable(f"{doing} in {self.path}: {error}") from error
 
     def check_in_place(self) -> None:
         """Detach from a directory that is no longer at its path: the next call attaches to what is there then."""
@@ -152,61 +117,86 @@ class Volume:
         if mount is not None and not mount.in_place():
             self._mount = None
 
-    def trial(self) -> None:
-        """Raises what every call would raise. After a fault it may be another directory than before."""
-        with _At(self, "trying") as mount:
-            mount.probe(self._lacked_bytes)
+    def try_reading(self) -> None:
+        """Raise ``StoreUnavailable`` if nothing can be read in the directory."""
+        with self._operation("trying to read") as mount:
+            mount.check_readable()
+
+    def try_writing(self) -> None:
+        """Raise ``StoreUnavailable`` if nothing can be written, or there is still no room for what was lacking."""
+        with self._operation("trying to write") as mount:
+            mount.check_writable(self._lacked_bytes)
         self._lacked_bytes = 0
         self.scan_wanted = True
 
     def close(self) -> None:
-        mount, self._mount = self._mount, None
+        mount = self._mount
+        self._mount = None
         if mount is not None:
             mount.detach()
 
     # --- the contract, for one key --------------------------------------------------------------------------------
 
     def contains(self, namespace: bytes, digest: bytes) -> bool:
+        if digest in self._bad:
+            return False
         if self._index.has(digest):
             return True
-        with _At(self, "looking") as mount:
-            return self._learn(
-                mount, namespace, digest, mount.kind(names.chunk_path(namespace, digest))
-            )
+        with self._operation("looking") as mount, self._index.look() as look:
+            try:
+                result = mount.stat(names.chunk_path(namespace, digest))
+            except OSError as error:
+                self._note_unreadable(mount, digest, error)
+                return False
+            return self._learn(mount, namespace, digest, result, look)
 
     def _learn(
-        self, mount: Mount, namespace: bytes, digest: bytes, result: os.stat_result | None
+        self,
+        mount: Mount,
+        namespace: bytes,
+        digest: bytes,
+        result: os.stat_result | None,
+        look: Look,
     ) -> bool:
-        """What the filesystem says: other processes write too, and a scan takes its time."""
+        """Take what a ``stat`` says into the index. Returns whether the chunk is there."""
         if result is None or not is_regular(result) or digest in self._bad:
             self._index.drop(digest)
             return False
-        self._index.add(
-            namespace, [Found(digest, allocated_bytes(result, mount.ledger), result.st_mtime)]
-        )
-        return True
+        file = ChunkFile(digest, allocated_bytes(result, mount.ledger), result.st_mtime)
+        self._index.add(namespace, [file], look)
+        return self._index.has(digest)
 
     def read(self, namespace: bytes, digest: bytes, buffer: Buffer) -> Outcome:
-        path = names.chunk_path(namespace, digest)
-        with (at := _At(self, "reading", self._turns)) as mount:
-            direct = mount.direct and files.aligned([buffer])
-            opened = None if digest in self._bad else self._open(mount, path, direct)
-            if opened is None:
-                self._index.drop(digest)
-                if mount.kind(path) is not None:
-                    self.set_aside(namespace, digest, "kind")
+        if digest in self._bad:
+            return MISSING
+        with self._operation("reading") as mount:
+            try:
+                return self._read(mount, namespace, digest, buffer)
+            except OSError as error:
+                self._note_unreadable(mount, digest, error)
                 return MISSING
-            fd, length = opened
-            if length > len(buffer):
-                return REJECTED
-            if direct and length % ALIGN:
-                files.buffered(fd.number)
-            got = at.pause(lambda: self._transfer(mount, fd, [buffer[:length]], files.read_all))
-            now_s = self._clock.wall()
-            if self._index.touch(digest, now_s):
-                with suppress(OSError):  # recency is a help, not a duty
-                    os.utime(fd.number, (now_s, now_s))
-            return Done(got)
+
+    def _read(self, mount: Mount, namespace: bytes, digest: bytes, buffer: Buffer) -> Outcome:
+        path = names.chunk_path(namespace, digest)
+        direct = mount.direct and files.aligned([buffer])
+        opened = self._open(mount, path, direct)
+        if opened is None:
+            self._index.drop(digest)
+            if mount.stat(path) is not None:
+                self.set_aside(namespace, digest, "kind")
+            return MISSING
+        fd, length = opened
+        if length > len(buffer):
+            return REJECTED
+        if direct and length % ALIGN:
+            files.buffered(fd.number)
+        read_bytes = self._transfer(mount, fd, [buffer[:length]], files.read_all)
+        self._unreadable_in_a_row = 0
+        now_s = self._clock.wall()
+        if self._index.touch(digest, now_s):
+            with suppress(OSError):  # recency is a help, not a duty
+                os.utime(fd.number, (now_s, now_s))
+        return Done(read_bytes)
 
     def _open(self, mount: Mount, path: str, direct: bool) -> tuple[files.Fd, int] | None:
         """The chunk's file and its length; None: there is none, or it is not a regular file that we wrote."""
@@ -223,66 +213,105 @@ class Volume:
         result = os.fstat(fd.number)
         return (fd, result.st_size) if is_regular(result) and result.st_uid == mount.owner else None
 
+    def note_unreadable(self, digest: bytes, error: OSError) -> None:
+        """Remember a file that gave an error to a reader other than ``read``. Raises ``StoreUnavailable`` where it
+        is not that file's."""
+        with self._operation("reading") as mount:
+            self._note_unreadable(mount, digest, error)
+
+    def _note_unreadable(self, mount: Mount, digest: bytes, error: OSError) -> None:
+        """Remember that a chunk's file gives an error: a miss until it is replaced.
+
+        Raises ``error`` where it is not that file's: this process lacks a resource, the directory can't be read
+        either, or more than ``MAX_UNREADABLE_IN_A_ROW`` files failed one after the other.
+        """
+        if error.errno in _LACKS_RESOURCES:
+            raise error
+        mount.check_readable()
+        self._bad.add(digest)
+        self._unreadable_in_a_row += 1
+        if error.errno not in self._logged_errors:
+            self._logged_errors.add(error.errno)
+            logger.warning(
+                "A chunk's file in %s can't be read, it is a miss until the chunk is stored anew "
+                "(others with the same error are not logged): %s",
+                self.path,
+                error,
+            )
+        if self._unreadable_in_a_row > MAX_UNREADABLE_IN_A_ROW:
+            raise error
+
     def write(self, namespace: bytes, digest: bytes, parts: Sequence[Buffer]) -> Outcome:
         size = sum(map(len, parts))
-        with (at := _At(self, "writing", self._turns)) as mount:
-            path = names.chunk_path(namespace, digest)
-            there = mount.kind(path)
-            if self._learn(mount, namespace, digest, there) or not self._admit(digest):
+        path = names.chunk_path(namespace, digest)
+        with self._operation("writing") as mount:
+            with self._index.look() as look:
+                there = mount.stat(path)
+                known = self._learn(mount, namespace, digest, there, look)
+            if known or not self._admit(digest):
                 return REJECTED
             if there is not None:
+                if is_regular(there) and digest not in self._bad:
+                    return REJECTED  # it is being removed
                 self.set_aside(namespace, digest, "kind")
-            if not self._make_room(mount, size, at):
+            if not self._room.reserve(mount, size):
+                self.scan_wanted = True  # what fills the directory is not known here
                 return REJECTED
-            published = False
-            temporary = mount.temporary()
-            try:
-                flags = files.CREATE_FLAGS | (mount.direct and files.aligned(parts)) * os.O_DIRECT
-                fd = files.Fd(os.open(temporary, flags, names.FILE_MODE, dir_fd=mount.root.number))
-                at.pause(lambda: self._transfer(mount, fd, parts, files.write_all))
-                published = self._publish(mount, temporary, path, namespace)
-            except OSError as error:
-                if error.errno in _NO_ROOM:
-                    self._lacked_bytes = size
-                raise
-            finally:
-                if not published:
-                    with suppress(OSError):
-                        os.unlink(temporary, dir_fd=mount.root.number)
-                (mount.ledger.publish if published else mount.ledger.release)(size)
-            if not published:
+            if not self._write_new(mount, namespace, path, parts, size):
                 return REJECTED
             self._written.add(namespace)
-            self._index.add(
-                namespace, [Found(digest, mount.ledger.rounded(size), self._clock.wall())]
-            )
+            self._bad.discard(digest)
+            self._unreadable_in_a_row = 0
+            file = ChunkFile(digest, mount.ledger.rounded(size), self._clock.wall())
+            self._index.add(namespace, [file])
             return Done(size)
 
+    def _write_new(
+        self, mount: Mount, namespace: bytes, path: str, parts: Sequence[Buffer], size: int
+    ) -> bool:
+        """Write a temporary file, for which room is reserved, and publish it. Returns False if ``path`` is taken."""
+        published = False
+        temporary = mount.temporary()
+        direct = mount.direct and files.aligned(parts)
+        flags = files.CREATE_FLAGS | (os.O_DIRECT if direct else 0)
+        try:
+            fd = files.Fd(os.open(temporary, flags, names.FILE_MODE, dir_fd=mount.root.number))
+            self._transfer(mount, fd, parts, files.write_all)
+            published = self._publish(mount, temporary, path, namespace)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                self._lacked_bytes = size
+            raise
+        finally:
+            if published:
+                mount.ledger.publish(size)
+            else:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=mount.root.number)
+                mount.ledger.release(size)
+        return published
+
     def delete(self, namespace: bytes, digest: bytes) -> None:
-        with (at := _At(self, "deleting", self._turns)) as mount:
-            known_bytes = self._index.drop(digest)
-            self._bad.pop(digest, None)
-            epoch, ahead = mount.ledger.epoch, mount.ledger.ahead_bytes(self.limits.size_bytes)
-            freed = at.pause(lambda: remove_chunk(mount, namespace, digest, known_bytes))
-            mount.ledger.remove(freed, epoch, ahead)
+        with self._operation("deleting") as mount:
+            self._room.delete(mount, namespace, digest)
 
     def set_aside(self, namespace: bytes, digest: bytes, why: str) -> bool:
-        """Quarantine a bad file. Where the filesystem is read-only it is remembered as bad instead. False: it was
-        before."""
-        self._index.drop(digest)
-        with _At(self, "quarantining") as mount:
+        """Move a bad file to the quarantine, or remember it as bad where the filesystem is read-only.
+
+        Returns False if it was moved or remembered before.
+        """
+        with self._operation("quarantining") as mount:
+            self._index.begin_removal(digest)
             try:
-                moved = quarantine(
-                    mount, names.chunk_path(namespace, digest), digest, why, self.limits.size_bytes
-                )
-                self._bad.pop(digest, None)
+                path = names.chunk_path(namespace, digest)
+                moved = quarantine(mount, path, digest, why, self.limits.size_bytes)
+                self._bad.discard(digest)
                 return moved
             except OSError as error:
-                known = digest in self._bad
-                if len(self._bad) < MAX_BAD:
-                    self._bad[digest] = None
                 logger.warning("A bad file could not be moved aside in %s: %s", self.path, error)
-                return not known
+                return self._bad.add(digest)
+            finally:
+                self._index.end_removal(digest)
 
     # --- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -293,7 +322,7 @@ class Volume:
         parts: Sequence[Buffer],
         move: Callable[[int, Sequence[Buffer]], int],
     ) -> int:
-        """A filesystem that refuses direct I/O after all is not asked again."""
+        """Move the bytes with ``move``; buffered from now on if the filesystem refuses direct I/O after all."""
         try:
             return move(fd.number, parts)
         except OSError as error:
@@ -306,7 +335,7 @@ class Volume:
             return move(fd.number, parts)
 
     def _publish(self, mount: Mount, temporary: str, path: str, namespace: bytes) -> bool:
-        """Give the file its name, unless something has it. False: something has."""
+        """Give the file its name. Returns False if another file has it."""
 
         def attempt() -> bool:
             try:
@@ -315,85 +344,50 @@ class Volume:
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                self._introduce(mount, namespace, path)
+                self._make_namespace(mount, namespace, path)
                 raise
 
-        return _again(attempt)
+        return _retry_while_removed(attempt)
 
     def rivals(self, namespace: bytes, root: str) -> dict[str, str]:
-        with _At(self, "looking at namespaces") as mount:
+        with self._operation("looking at namespaces") as mount:
             return rivals(mount, self._describe(namespace), root, self._clock.wall())
 
     def introduce(self, namespace: bytes, root: str) -> dict[str, str]:
         """Say that a namespace is in use, before anything is written to it. Returns its rivals, looked for after."""
-        with _At(self, "introducing a namespace") as mount:
+        with self._operation("introducing a namespace") as mount:
             self._written.add(namespace)
-            _again(lambda: self._introduce(mount, namespace, names.namespace_json(namespace)))
+            path = names.namespace_json(namespace)
+            _retry_while_removed(lambda: self._make_namespace(mount, namespace, path))
         return self.rivals(namespace, root)
 
     def retract(self, namespace: bytes) -> None:
-        with _At(self, "retracting a namespace") as mount:
+        with self._operation("retracting a namespace") as mount:
             remove_empty_namespace(mount, namespace.hex())
 
-    def _introduce(self, mount: Mount, namespace: bytes, target: str) -> None:
-        """Make the directories that ``target`` is in, and say what its namespace is, in a file that people read."""
-        path, temporary, root = (
-            names.namespace_json(namespace),
-            mount.temporary(),
-            mount.root.number,
-        )
+    def _make_namespace(self, mount: Mount, namespace: bytes, target: str) -> None:
+        """Make the directories above ``target``, and the ``namespace.json`` that people read."""
+        path = names.namespace_json(namespace)
         mount.ledger.add(mount.ledger.rounded(1) * mount.make_directories(target))
-        if mount.kind(path) is not None:
+        if mount.stat(path) is not None:
             return
         text = {
             "namespace": namespace.hex(),
             "created": self._clock.wall(),
             **self._describe(namespace),
         }
+        data = memoryview(msgspec.json.format(msgspec.json.encode(text), indent=2))
+        temporary = mount.temporary()
+        root = mount.root.number
         fd = files.Fd(os.open(temporary, files.CREATE_FLAGS, names.FILE_MODE, dir_fd=root))
         try:
-            files.write_all(
-                fd.number, [memoryview(msgspec.json.format(msgspec.json.encode(text), indent=2))]
-            )
+            files.write_all(fd.number, [data])
             files.rename_new(root, temporary, path)
             mount.ledger.add(mount.ledger.rounded(1))
         except OSError as error:
             os.unlink(temporary, dir_fd=root)
             if not isinstance(error, FileExistsError):
                 raise
-
-    # --- room -----------------------------------------------------------------------------------------------------
-
-    def _make_room(self, mount: Mount, size: int, at: _At) -> bool:
-        """Reserve ``size`` bytes, evicting what it takes. False: there is no room."""
-        if mount.ledger.rounded(size) > self.limits.size_bytes:
-            return False
-        for _ in range(MAX_ROUNDS):
-            floor = self.limits.min_free_bytes
-            lacking = floor + size - mount.free_bytes() if floor else 0
-            if lacking <= 0:
-                over = mount.ledger.reserve(size, self.limits.size_bytes)
-                if over is None:
-                    break
-                if over == 0:
-                    return True
-                lacking = over
-            wanted = lacking + mount.ledger.ahead_bytes(self.limits.size_bytes)
-            if not at.pause(partial(self._evict, mount, wanted)):
-                break
-        self.scan_wanted = True  # what fills the directory is not known here
-        return False
-
-    def _evict(self, mount: Mount, wanted: int) -> int:
-        """Remove what the policy chooses, quarantined files when it has nothing more. Returns the bytes freed."""
-        freed, epoch = 0, mount.ledger.epoch
-        for _ in range(MAX_VICTIMS):
-            victim = self._index.victim() if freed < wanted else None
-            if victim is None:
-                break
-            freed += remove_chunk(mount, *victim)
-        mount.ledger.remove(freed, epoch, freed + mount.ledger.ahead_bytes(self.limits.size_bytes))
-        return freed or shrink(mount, 0, 0)
 
     # --- background -----------------------------------------------------------------------------------------------
 
@@ -402,7 +396,7 @@ class Volume:
         self.scan_wanted = False
         count: Count | None = None
         try:
-            with _At(self, "scanning") as mount:
+            with self._operation("scanning") as mount:
                 count = self._scan(mount, stop, pause_s)
         finally:
             self.scan_wanted = self.scan_wanted or count is None
@@ -412,37 +406,41 @@ class Volume:
         reap(mount)
         before = mount.ledger.look()
         self._index.begin_scan()
-        count = scan(mount.root, mount.ledger, self._index.add, stop=stop, pause_s=pause_s)
-        if count is not None:
-            self._index.end_scan()
-            for name in (one.name for one in count.namespaces if not one.chunks):
-                if bytes.fromhex(name) not in self._written and not awaited(
-                    mount, name, self._clock.wall()
-                ):
-                    remove_empty_namespace(mount, name)
-            used = mount.ledger.reconcile(before, count.bytes).used_bytes or 0
-            step = 1 + mount.ledger.ahead_bytes(self.limits.size_bytes)
-            for _ in range(
-                self.limits.size_bytes, used, step
-            ):  # others shrink it too: each says what it has removed
-                if (
-                    mount.ledger.look().used_bytes or 0
-                ) > self.limits.size_bytes and not stop.is_set():
-                    self._evict(mount, step)
+        with self._index.look() as look:
+            count = scan(
+                mount.root,
+                mount.ledger,
+                lambda namespace, chunks: self._index.add(namespace, chunks, look),
+                stop=stop,
+                pause_s=pause_s,
+            )
+        if count is None:
+            return None
+        self._index.end_scan()
+        now_s = self._clock.wall()
+        for name in (one.name for one in count.namespaces if not one.chunks):
+            if bytes.fromhex(name) not in self._written and not awaited(mount, name, now_s):
+                remove_empty_namespace(mount, name)
+        used_bytes = mount.ledger.reconcile(before, count.bytes).used_bytes or 0
+        self._room.shrink_to_limit(mount, used_bytes, stop)
         return count
 
     def reap(self) -> None:
-        with _At(self, "clearing up") as mount:
-            reap(mount)
+        """Clear up after processes that are dead. What they had reserved may be more than they wrote, or they had
+        removed more than they said, so a scan is wanted then."""
+        with self._operation("clearing up") as mount:
+            if reap(mount):
+                self.scan_wanted = True
 
     @property
     def used_bytes(self) -> int | None:
-        with _At(self, "looking") as mount:
+        """What all processes hold in the directory; None while it is not known, after a crash."""
+        with self._operation("looking") as mount:
             return mount.ledger.used_bytes
 
 
-def _again(call: Callable[[], R]) -> R:
-    """What ``call`` returns. Another process's scan may find a namespace empty, and remove it, while it is made."""
+def _retry_while_removed(call: Callable[[], R]) -> R:
+    """The value of ``call``, which makes a namespace: another process's scan may find it empty and remove it."""
     for _ in range(MAX_INTRODUCTIONS - 1):
         with suppress(FileNotFoundError):
             return call()
