@@ -28,7 +28,7 @@ CREDENTIALS = {
 }
 
 
-def open_store(url: str, *, clock: Any = None, say: Any = None, **options: Any) -> Any:
+def open_store(url: str, *, clock: Any = None, warn: Any = None, **options: Any) -> Any:
     """Small parts and short limits, unless told otherwise."""
     from kvstow.backends.objects.store import ObjectsStore
 
@@ -42,7 +42,7 @@ def open_store(url: str, *, clock: Any = None, say: Any = None, **options: Any) 
     return ObjectsStore(
         ObjectsOptions(parse_url(url), **options),
         clock or SystemClock(),
-        say=say or (lambda _: None),
+        warn=warn or (lambda _: None),
     )
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from kvstow.backends.base import Done, Store
-from kvstow.backends.objects.options import parse_url
-from kvstow.errors import StoreUnavailable
-from kvstow.testing.store_suite import StoreSuite, make_key, read_one, value_of, write_one
+from kvstow.backends.base import Store
+from kvstow.testing.store_suite import StoreSuite
 from tests.rigs.object_server import ObjectServer
-from tests.store.objects_rig import BUCKET, PART_BYTES, Moto, as_user, need_obstore, open_store
+from tests.store.objects_rig import BUCKET, Moto, as_user, need_obstore, open_store
 
 need_obstore()
 
@@ -52,28 +49,6 @@ class TestMoto(StoreSuite):
 
     def make_store(self, tmp_path: Path) -> Store:
         return open_store(f"s3://{BUCKET}/{fresh()}", endpoint=self.moto.url, timeout_s=10.0)
-
-
-def test_signed_urls_of_an_independent_s3_with_ranges_and_conditions(
-    moto: Moto, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``store.plain``'s way alone, which else would be helped out by the client."""
-    import obstore
-
-    as_user(monkeypatch)
-    url, length = f"s3://{BUCKET}/{fresh()}", 3 * PART_BYTES + 5
-    store = open_store(url, endpoint=moto.url, timeout_s=10.0)
-    write_one(store, make_key(1), value_of(1, length))
-    monkeypatch.setattr(store, "_by_client", lambda *_: pytest.fail("the client was asked"))
-    assert read_one(store, make_key(1), length) == (Done(length), value_of(1, length))
-    signed = obstore.sign(
-        store._client, "GET", parse_url(url).path_of(make_key(1)), timedelta(minutes=1)
-    )
-    with store._plain._line() as line:
-        line.ask(signed, memoryview(bytearray(length)), PART_BYTES, PART_BYTES, '"another"')
-        with pytest.raises(StoreUnavailable, match="status 412"):
-            line.head()
-    store.close()
 
 
 class TestS3(StoreSuite):

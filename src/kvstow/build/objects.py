@@ -49,7 +49,7 @@ def build_objects(
     url = settings.objects.url
     try:
         store = ObjectsStore(
-            options, clock, say=lambda what: logger.warning("Object store %s: %s", url, what)
+            options, clock, warn=lambda what: logger.warning("Object store %s: %s", url, what)
         )
     except (StoreRefused, OSError) as error:
         raise SettingsError(f"objects.url {url} can't be used: {error}") from error

@@ -93,7 +93,9 @@ def test_b9_names_are_injective_and_made_of_digests() -> None:
 def test_plain_http_is_for_this_host_alone_unless_told(
     endpoint: str | None, allowed: bool, http: bool
 ) -> None:
-    assert ObjectsOptions(Bucket("s3", "b"), endpoint=endpoint, allow_http=allowed).http is http
+    assert (
+        ObjectsOptions(Bucket("s3", "b"), endpoint=endpoint, allow_http=allowed).allows_http is http
+    )
 
 
 def options(**settings: Any) -> ObjectsOptions:

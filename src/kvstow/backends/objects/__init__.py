@@ -1,4 +1,4 @@
-"""The object store tier, S3 and its like, GCS, Azure Blob, a directory: see ``store`` for what it is.
+"""The object store tier: S3 and compatible stores, GCS, Azure Blob, a shared directory.
 
 Importing this package needs no client library; ``kvstow.backends.objects.store`` needs obstore.
 """

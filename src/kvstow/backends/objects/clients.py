@@ -1,4 +1,4 @@
-"""obstore's clients, and what their faults mean."""
+"""Opens obstore's clients, and tells what their errors mean."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
 
 FIRST_BACKOFF: Final = timedelta(milliseconds=50)
 LONGEST_BACKOFF: Final = timedelta(seconds=1)
-REFUSED: Final = (
+PERMANENT_ERRORS: Final = (
     exceptions.PermissionDeniedError,
     exceptions.UnauthenticatedError,
     exceptions.NotSupportedError,
     exceptions.InvalidPathError,
     exceptions.UnknownConfigurationKeyError,
 )
-NO_SUCH_PLACE: Final = ("NoSuchBucket", "ContainerNotFound")  # S3 and GCS; Azure
-TRANSIENT_STATUS: Final = (408, 409, 425, 429)
+MISSING_BUCKET_CODES: Final = ("NoSuchBucket", "ContainerNotFound")  # S3 and GCS; Azure
+TRANSIENT_STATUSES: Final = (408, 409, 425, 429)  # of those from 400 to 499
+HTTP_NOT_ALLOWED: Final = "BadScheme"  # in the text of obstore's error
 _NO_KEYS: Final = "no credentials in the environment, nor from this host's metadata service: set"
 _KEYS_OF_S3: Final = (
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, objects.profile, or objects.anonymous"
 )
-_FIXES: Final = (  # what a fault's text has, what to do
-    ("BadScheme", "plain http: set objects.allow_http, or an endpoint that begins with https://"),
+# What an error's text contains, and what the message then tells the user to do.
+_FIXES: Final = (
+    (
+        HTTP_NOT_ALLOWED,
+        "plain http: set objects.allow_http, or an endpoint that begins with https://",
+    ),
     ("/latest/api/token", f"{_NO_KEYS} {_KEYS_OF_S3}"),
     ("/latest/meta-data/", f"{_NO_KEYS} {_KEYS_OF_S3}"),
     ("Missing SecretAccessKey", f"set {_KEYS_OF_S3}"),
@@ -48,7 +53,10 @@ _HOST: Final = re.compile(r"https?://([^/\s?]*)")
 
 
 def open_client(options: ObjectsOptions) -> Any:
-    """Connects to nothing yet. Raises ``StoreRefused`` where obstore can't use ``options``."""
+    """Returns obstore's client for ``options``, which has no connection yet.
+
+    Raises ``StoreRefused`` when obstore can't use ``options``.
+    """
     bucket = options.bucket
     if bucket.kind == "file":
         Path(bucket.name).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -74,14 +82,14 @@ def open_client(options: ObjectsOptions) -> Any:
             return AzureStore(bucket.name, **common)
         return S3Store(bucket.name, **_s3(options), **common)
     except (exceptions.BaseError, OSError, ValueError) as error:
-        raise StoreRefused(_said(error)) from None
+        raise StoreRefused(_description(error)) from None
 
 
 def _client_options(options: ObjectsOptions) -> dict[str, Any]:
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=options.timeout_s),
         "connect_timeout": timedelta(seconds=options.connect_timeout_s),
-        "allow_http": options.http,
+        "allow_http": options.allows_http,
     }
     if options.ca_file is not None:
         client["root_certificate"] = Path(options.ca_file).read_bytes()
@@ -97,7 +105,11 @@ def _retries(options: ObjectsOptions) -> dict[str, Any]:
 
 
 def _s3(options: ObjectsOptions) -> dict[str, Any]:
-    """A frame has its own checksum, so its bytes are signed (1.2 s of a core a GB) only where no TLS carries them."""
+    """Returns the arguments of an S3 client.
+
+    A payload is signed only without TLS: signing takes 1.2 s of a core for each GB, TLS protects
+    the bytes as well, and a frame has a checksum of its own.
+    """
     s3: dict[str, Any] = {
         "virtual_hosted_style_request": options.virtual_host,
         "disable_bulk_delete": True,  # deletes are rare and few; some compatible servers lack it
@@ -114,47 +126,61 @@ def _s3(options: ObjectsOptions) -> dict[str, Any]:
 
 
 def _profile(name: str) -> Any:
-    """Credentials of a profile in the AWS tools' files, by boto3: obstore itself reads none."""
+    """Returns a provider of the credentials of a profile in the AWS tools' files.
+
+    boto3 reads these files, obstore does not.
+    """
     try:
-        boto3, auth = import_module("boto3"), import_module("obstore.auth.boto3")
-        unknown = import_module("botocore.exceptions").BotoCoreError
+        boto3 = import_module("boto3")
+        auth = import_module("obstore.auth.boto3")
+        boto_error = import_module("botocore.exceptions").BotoCoreError
     except ModuleNotFoundError as error:
         raise StoreRefused("objects.profile needs boto3: pip install boto3") from error
     try:
         return auth.Boto3CredentialProvider(boto3.Session(profile_name=name))
-    except (unknown, ValueError) as error:
+    except (boto_error, ValueError) as error:
         raise StoreRefused(f"objects.profile {name}: {type(error).__name__}") from None
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that the store answered with."""
+    """Returns the HTTP status that the store answered with, or None if it did not answer."""
     found = _STATUS.search(str(error))
     return int(found[1]) if found else None
 
 
-def code_of(error: BaseException) -> str:
-    """S3's own word for it, such as ``NoSuchBucket``; empty where the answer had none."""
+def is_missing_bucket(error: FileNotFoundError) -> bool:
+    """Tells a missing bucket from a missing object."""
+    return _error_code(error) in MISSING_BUCKET_CODES
+
+
+def as_store_error(error: BaseException) -> StoreError:
+    """Returns ``StoreRefused`` if the store will always refuse, else ``StoreUnavailable``."""
+    status = status_of(error)
+    permanent = (
+        isinstance(error, PERMANENT_ERRORS)
+        or (isinstance(error, FileNotFoundError) and is_missing_bucket(error))
+        or (status is not None and 400 <= status < 500 and status not in TRANSIENT_STATUSES)
+        or HTTP_NOT_ALLOWED in str(error)
+    )
+    message = _description(error)
+    return StoreRefused(message) if permanent else StoreUnavailable(message)
+
+
+def _error_code(error: BaseException) -> str:
+    """Returns the code in the store's XML answer, such as ``NoSuchBucket``; empty without one."""
     found = _CODE.search(str(error))
     return found[1] if found else ""
 
 
-def as_store_error(error: BaseException) -> StoreError:
-    """Every fault that asking again may heal is transient; what the store will always refuse is not."""
-    status = status_of(error)
-    refused = isinstance(error, REFUSED) or (
-        isinstance(error, FileNotFoundError) and code_of(error) in NO_SUCH_PLACE
-    )
-    refused = refused or (
-        status is not None and 400 <= status < 500 and status not in TRANSIENT_STATUS
-    )
-    refused = refused or "BadScheme" in str(error)
-    return StoreRefused(_said(error)) if refused else StoreUnavailable(_said(error))
+def _description(error: BaseException) -> str:
+    """Returns kind, host, status and code of an error, for the log.
 
-
-def _said(error: BaseException) -> str:
-    """What to log: kind, host, status, code. Not the store's own text, which may repeat a key's name or a signature."""
+    The store's own text is left out: it may repeat a key's name or a signature.
+    """
     text = str(error)
-    host, status, code = _HOST.search(text), status_of(error), code_of(error)
+    host = _HOST.search(text)
+    status = status_of(error)
+    code = _error_code(error)
     words = [type(error).__name__]
     if host:
         words.append(f"from {host[1].rpartition('@')[2]}")
@@ -168,5 +194,6 @@ def _said(error: BaseException) -> str:
         words.append("cannot connect")
     elif host is None and status is None:
         words.append(text.partition("\n")[0][:200])
-    fixes = [fix for mark, fix in _FIXES if mark in text]
-    return ": ".join([" ".join(words), *fixes[:1]])
+    fix = next((fix for found, fix in _FIXES if found in text), None)
+    description = " ".join(words)
+    return description if fix is None else f"{description}: {fix}"

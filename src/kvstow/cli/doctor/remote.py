@@ -82,7 +82,7 @@ def check_objects(url: str, options: ObjectsOptions, clock: Clock) -> Iterator[R
     told: list[str] = []
     began = clock.monotonic()
     try:
-        store = ObjectsStore(options, clock, say=told.append)
+        store = ObjectsStore(options, clock, warn=told.append)
         store.ping()
         store.close()
     except (StoreError, OSError) as error:

@@ -1,5 +1,4 @@
-"""Values over plain HTTP: which stores they come from, and servers that answer wrongly, slowly, or somewhere else. What
-doesn't come so comes by the client, or is a fault; a buffer that is said to be filled has the value's bytes."""
+"""Servers of objects that answer wrongly, slowly, or too much: a miss or an error, never a buffer of other bytes."""
 
 from __future__ import annotations
 
@@ -12,16 +11,12 @@ from typing import Any
 import pytest
 
 from kvstow.backends.base import MISSING, Done
-from kvstow.backends.objects.options import Bucket, ObjectsOptions
-from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
-from kvstow.testing.manual import ManualClock
+from kvstow.errors import StoreError, StoreUnavailable
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.rigs.object_server import ObjectServer, Reply, Request
 from tests.store.objects_rig import BUCKET, PART_BYTES, as_user, open_store
 
 pytest.importorskip("obstore", reason="obstore isn't installed: pip install 'kvstow[objects]'")
-
-from kvstow.backends.objects.plain import goes_plain
 
 URL = f"s3://{BUCKET}/p"
 PATIENT_S = 20.0
@@ -46,13 +41,8 @@ def server() -> Iterator[ObjectServer]:
 
 
 @pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def store(server: ObjectServer, said: list[str]) -> Iterator[Any]:
-    store = open_store(URL, endpoint=server.url, say=said.append, timeout_s=PATIENT_S)
+def store(server: ObjectServer) -> Iterator[Any]:
+    store = open_store(URL, endpoint=server.url, timeout_s=PATIENT_S)
     for i, length in enumerate((SMALL, LARGE)):
         assert write_one(store, make_key(i), value_of(i, length)) == Done(length)
     server.requests.clear()
@@ -60,215 +50,42 @@ def store(server: ObjectServer, said: list[str]) -> Iterator[Any]:
     store.close()
 
 
-def only_plainly(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_by_client", lambda *_: pytest.fail("the client was asked"))
-
-
-def signed(request: Request) -> bool:
-    return "authorization" not in request.headers
-
-
-def plainly(answer: Callable[[Request], Reply | None]) -> Callable[[Request], Reply | None]:
-    """A hook for what is asked by signed URLs; the client's requests are served."""
-    return lambda request: answer(request) if request.method == "GET" and signed(request) else None
-
-
-# --- where values come so -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "endpoint", "anonymous", "plain"),
-    [
-        ("s3", "http://127.0.0.1:9", False, True),
-        ("s3", "http://[::1]:9", False, True),
-        ("s3", None, False, False),
-        ("s3", "https://h", False, False),
-        ("s3", "http://127.0.0.1:9", True, False),
-        ("gcs", "http://127.0.0.1:9", False, False),
-        ("azure", "http://127.0.0.1:9", False, False),
-        ("file", None, False, False),
-    ],
-)
-def test_only_signed_s3_without_tls_is_read_so(
-    kind: Any, endpoint: str | None, anonymous: bool, plain: bool
-) -> None:
-    assert (
-        goes_plain(ObjectsOptions(Bucket(kind, "b"), endpoint=endpoint, anonymous=anonymous))
-        is plain
-    )
-
-
-@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
-def test_a_proxy_is_for_the_client(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    options = ObjectsOptions(
-        Bucket("s3", "b"), endpoint="http://minio.internal:9000", allow_http=True
-    )
-    assert goes_plain(options)
-    monkeypatch.setenv(name, "http://proxy.internal:3128")
-    assert not goes_plain(options)
-    monkeypatch.setenv("no_proxy", ".internal")
-    assert goes_plain(options)
-
-
-def test_values_come_by_signed_urls_on_few_connections(
-    server: ObjectServer, store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only_plainly(store, monkeypatch)
-    for _ in range(3):
-        for i, length in enumerate((SMALL, LARGE)):
-            assert read_one(store, make_key(i), length) == (Done(length), value_of(i, length))
-    assert all(signed(request) for request in server.requests)
-    assert {len(request.headers["range"]) > 0 for request in server.requests} == {True}
-    assert len(store._plain._idle) == 4  # a large value's parts
-
-
-def test_by_ip_version_6(monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
-    except OSError:
-        pytest.skip("no IPv6 here")
-    with listener, Says(lambda client: client.sendall(whole(b"x" * 10)), listener) as says:
-        store = open_store(URL, endpoint=f"http://[::1]:{says.port}", timeout_s=PATIENT_S)
-        only_plainly(store, monkeypatch)
-        assert read_one(store, make_key(0), 100) == (Done(10), b"x" * 10)
-        store.close()
-    assert f"Host: [::1]:{says.port}".encode() in says.heads[0]
-
-
-# --- what the client is asked for instead ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("i", [0, 1])
-@pytest.mark.parametrize("status", ["200 OK", "400 Bad", "401 Who", "403 No", "405 Not so"])
-def test_a_store_that_takes_no_signed_urls_is_read_by_the_client_from_then_on(
-    server: ObjectServer, store: Any, said: list[str], status: str, i: int
-) -> None:
-    server.hook = plainly(lambda _: Reply(status))
-    length = (SMALL, LARGE)[i]
-    for _ in range(2):
-        assert read_one(store, make_key(i), length) == (Done(length), value_of(i, length))
-    assert len([request for request in server.requests if signed(request)]) == 1
-    assert len(said) == 1
-    assert f"signed URLs don't serve (status {status[:3]})" in said[0]
-
-
-@pytest.mark.parametrize(
-    "status", ["404 Not Found", "408 T", "409 C", "416 R", "429 Slow", "500 E", "503 Slow Down"]
-)
-def test_what_may_pass_is_asked_again_by_the_client_and_the_way_stays(
-    server: ObjectServer, store: Any, said: list[str], status: str
-) -> None:
-    once = iter([Reply(status)])
-    server.hook = plainly(lambda _: next(once, None))
-    for _ in range(2):
-        assert read_one(store, make_key(0), SMALL) == (Done(SMALL), value_of(0, SMALL))
-    assert [signed(request) for request in server.requests] == [True, False, True]
-    assert not said
-
-
-def test_a_refusal_that_the_client_meets_too_is_the_clients_word(
+def test_an_object_that_changes_between_its_parts_is_a_miss(
     server: ObjectServer, store: Any
 ) -> None:
-    for status, code in (("404 Not Found", b"NoSuchBucket"), ("403 No", b"AccessDenied")):
-        server.hook = lambda _, status=status, code=code: Reply(
-            status, b"<Error><Code>%s</Code></Error>" % code
-        )
-        for i, length in enumerate((SMALL, LARGE)):
-            with pytest.raises(StoreRefused, match=code.decode()):
-                read_one(store, make_key(i), length)
-    server.hook = lambda _: None
-    server.requests.clear()
-    assert read_one(store, make_key(0), SMALL)[0] == Done(SMALL)
-    assert all(signed(request) for request in server.requests)
-
-
-@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Elsewhere", "308 Elsewhere"])
-def test_nobody_else_is_asked_who_the_store_says(
-    server: ObjectServer, store: Any, status: str
-) -> None:
-    other = ObjectServer().start()
-    server.hook = plainly(
-        lambda request: Reply(status, b"", {"Location": f"{other.url}{request.path}"})
-    )
-    with pytest.raises(StoreRefused, match=rf"status {status[:3]}.*objects\.endpoint"):
-        read_one(store, make_key(0), SMALL)
-    assert not other.requests
-    assert len(server.requests) == 1
-    other.stop()
-
-
-def test_what_cannot_be_signed_is_read_by_the_client(
-    server: ObjectServer, store: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(
-        "AWS_SKIP_SIGNATURE", "true"
-    )  # obstore's own: its requests need no credentials then
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    other = open_store(URL, endpoint=server.url, say=said.append, timeout_s=PATIENT_S)
-    for i, length in enumerate((SMALL, LARGE)):
-        assert read_one(other, make_key(i), length) == (Done(length), value_of(i, length))
-    other.close()
-    assert len(said) == 1
-
-
-def test_parts_are_not_asked_for_of_a_server_that_hangs_up_after_each(
-    server: ObjectServer, said: list[str], store: Any
-) -> None:
-    def once(request: Request) -> Reply | None:
-        reply = server._read(request, server.objects[request.path])
-        return reply._replace(headers={**reply.headers, "Connection": "close"})
-
-    server.hook = plainly(once)
-    one_by_one = open_store(
-        URL, endpoint=server.url, say=said.append, timeout_s=PATIENT_S, parallel=1
-    )
-    for _ in range(2):
-        assert read_one(one_by_one, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
-    one_by_one.close()
-    assert len(said) == 1
-    assert len([request for request in server.requests if signed(request)]) == 1
-
-
-@pytest.mark.parametrize(("each_s", "ends"), [(8.0, True), (14.0, False)])
-def test_parts_have_the_calls_time_of_two_requests(
-    server: ObjectServer, store: Any, each_s: float, ends: bool
-) -> None:
-    clock = ManualClock()
-    server.hook = plainly(lambda _: clock.advance(each_s))
-    slow = open_store(URL, endpoint=server.url, clock=clock, timeout_s=PATIENT_S, parallel=1)
-    if ends:
-        assert read_one(slow, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
-    else:
-        with pytest.raises(StoreUnavailable, match="no answer in time"):
-            read_one(slow, make_key(1), LARGE)
-    slow.close()
-
-
-@pytest.mark.parametrize("host", ["a" * 64, "a..b"])
-def test_a_host_that_can_be_none_is_a_fault(host: str) -> None:
-    store = open_store(URL, endpoint=f"http://{host}:9", allow_http=True, retries=0)
-    with pytest.raises(StoreError):
-        read_one(store, make_key(0), SMALL)
-    store.close()
-
-
-def test_an_object_that_changes_amid_its_parts_is_a_miss(server: ObjectServer, store: Any) -> None:
-    server.hook = plainly(lambda r: Reply("412 No") if "if-match" in r.headers else None)
+    server.hook = lambda r: Reply("412 No") if "if-match" in r.headers else None
     assert read_one(store, make_key(1), LARGE)[0] is MISSING
-    assert all(signed(request) for request in server.requests)
 
 
 def test_a_server_that_hung_up_on_idle_connections_is_asked_on_new_ones(
-    server: ObjectServer, store: Any, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer, store: Any
 ) -> None:
-    only_plainly(store, monkeypatch)
     for _ in range(2):
         assert read_one(store, make_key(1), LARGE) == (Done(LARGE), value_of(1, LARGE))
         for client in list(server._clients):
             with contextlib.suppress(OSError):  # it is closed already
                 client.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("status", ["302 Found", "307 Elsewhere", "308 Elsewhere"])
+def test_a_redirection_is_followed_without_the_signature(
+    server: ObjectServer, store: Any, status: str
+) -> None:
+    other = ObjectServer().start()
+    other.objects.update(server.objects)
+    server.hook = lambda r: Reply(status, b"", {"Location": f"{other.url}{r.path}"})
+    assert read_one(store, make_key(0), SMALL) == (Done(SMALL), value_of(0, SMALL))
+    assert other.requests
+    assert not [request for request in other.requests if "authorization" in request.headers]
+    other.stop()
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "a..b"])
+def test_an_impossible_host_name_is_an_error(host: str) -> None:
+    store = open_store(URL, endpoint=f"http://{host}:9", allow_http=True, retries=0)
+    with pytest.raises(StoreError):
+        read_one(store, make_key(0), SMALL)
+    store.close()
 
 
 # --- servers that answer as they like --------------------------------------------------------------------------------
@@ -397,7 +214,6 @@ def test_k2_what_is_no_answer_is_a_fault(wrong: str, room: int) -> None:
             read_one(store, make_key(0), room)
         assert no_secret(caught.value)
         store.close()
-    assert len(says.heads) <= 2  # this way, and the client's
 
 
 @pytest.mark.parametrize("from_byte", [0, 40, 400])
@@ -410,19 +226,22 @@ def test_f5_h4_bytes_that_drip_are_given_up(from_byte: int) -> None:
 
     with Says(how) as says:
         store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=0.3)
-        with pytest.raises(StoreUnavailable, match="no answer in time"):
+        with pytest.raises(StoreUnavailable, match=r"timed out|no answer in time"):
             read_one(store, make_key(0), 200_000)
         store.close()
-    assert len(says.heads) == 1
+    assert len(says.heads) <= 2
 
 
 def test_f5_parts_of_which_one_never_comes_are_given_up(server: ObjectServer, store: Any) -> None:
     gate = threading.Event()
-    server.hook = plainly(
-        lambda r: gate.wait() and None if r.headers["range"].startswith("bytes=2") else None
-    )
+
+    def hold_the_third(request: Request) -> None:
+        if request.headers["range"].startswith("bytes=2"):
+            gate.wait(PATIENT_S)
+
+    server.hook = hold_the_third
     hasty = open_store(URL, endpoint=server.url, timeout_s=0.5)
-    with pytest.raises(StoreUnavailable, match="no answer in time"):
+    with pytest.raises(StoreUnavailable, match=r"timed out|no answer in time"):
         read_one(hasty, make_key(1), LARGE)
     hasty.close()
     gate.set()
@@ -441,14 +260,13 @@ def test_f5_a_reset_amid_the_bytes_is_asked_again(server: ObjectServer, store: A
             server._read(request, server.objects[request.path])._replace(cut_at=at) if at else None
         )
 
-    server.hook = plainly(cut)
+    server.hook = cut
     length = (SMALL, LARGE)[i]
     assert read_one(store, make_key(i), length) == (Done(length), value_of(i, length))
     assert next(once, None) is None
-    assert {signed(request) for request in server.requests} == {True, False}
 
 
-def test_bytes_behind_the_value_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_behind_the_value_are_nobodys() -> None:
     """Neither in this value, nor in the next."""
     turns = iter(range(9))
 
@@ -457,34 +275,27 @@ def test_bytes_behind_the_value_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> 
 
     with Says(how) as says:
         store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
-        only_plainly(store, monkeypatch)
         for i in range(3):
             assert read_one(store, make_key(i), 5000) == (Done(10), b"%d" % i * 10)
         store.close()
 
 
-def test_an_answer_that_no_other_may_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_no_other_may_follow() -> None:
     body = answer("Content-Length: 9\nContent-Range: bytes 0-8/9\nConnection: Close", b"123456789")
     with Says(lambda client: client.sendall(body)) as says:
         store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
-        only_plainly(store, monkeypatch)
         assert read_one(store, make_key(0), 100) == (Done(9), b"123456789")
-        assert not store._plain._idle
         store.close()
 
 
-def test_bytes_in_chunks_are_the_clients(said: list[str]) -> None:
+def test_bytes_in_chunks_are_taken() -> None:
     fields = "Content-Length: 10\nTransfer-Encoding: chunked\nContent-Range: bytes 0-9/10"
     body = answer(fields, b"a\r\nxxxxxxxxxx\r\n0\r\n\r\n")
     with Says(lambda client: client.sendall(body)) as says:
-        store = open_store(
-            URL, endpoint=f"http://{HOST}:{says.port}", say=said.append, timeout_s=PATIENT_S
-        )
+        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
         for _ in range(2):
             assert read_one(store, make_key(0), 100) == (Done(10), b"x" * 10)
         store.close()
-    assert len(said) == 1
-    assert len(says.heads) == 3
 
 
 def test_a_tag_cannot_say_what_is_asked_next() -> None:
@@ -514,26 +325,23 @@ def test_a_fault_keeps_no_buffer(server: ObjectServer, store: Any) -> None:
 
 def no_secret(error: BaseException) -> bool:
     """Neither the key nor a signature is in a fault, nor in what it says caused it."""
-    text, at = "", error
-    while at is not None:
-        text, at = (
-            text + str(at),
-            at.__cause__ or (None if at.__suppress_context__ else at.__context__),
-        )
+    text = ""
+    seen: BaseException | None = error
+    while seen is not None:
+        text += str(seen)
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return "very-secret" not in text and "X-Amz" not in text
 
 
 @pytest.mark.parametrize("i", [0, 1])
 @pytest.mark.parametrize("status", ["403 No", "503 Slow Down", "302 Found"])
-def test_a_signed_url_is_in_no_message(
-    server: ObjectServer, store: Any, said: list[str], status: str, i: int
+def test_a_signature_is_in_no_message(
+    server: ObjectServer, store: Any, status: str, i: int
 ) -> None:
     server.hook = lambda _: Reply(status)
     with pytest.raises(StoreError) as caught:
         read_one(store, make_key(i), (SMALL, LARGE)[i])
     assert no_secret(caught.value)
-    assert "X-Amz" not in "".join(said)
-    assert "X-Amz" not in repr(store._plain)
 
 
 def test_the_longest_head_is_taken() -> None:
