@@ -19,7 +19,7 @@ from kvstow.tiers.breaker import Breaker, BreakerState, NotAsked
 from kvstow.tiers.checked import CheckedStore
 from kvstow.tiers.limit import WriteLimit
 from kvstow.tiers.retry import ATTEMPTS, TOTAL_S, Retry
-from kvstow.tiers.store_wrapper import Wrapper
+from kvstow.tiers.store_wrapper import StoreWrapper
 
 OPEN_S = 10.0
 FAILURES = 3
@@ -176,7 +176,7 @@ class Bottom(MemoryStore):
         return answer
 
 
-class Witness(Wrapper):
+class Witness(StoreWrapper):
     """Sees each call that is made below it: when it began, how deep inside of other calls, and what it ended in."""
 
     def __init__(self, store: Any, clock: ManualClock) -> None:
@@ -232,9 +232,14 @@ class Stack:
 
     def step(self) -> None:
         self.clock.advance(self.rng.choice([0.0, 0.5, OPEN_S]))
-        asked, began_s, state = len(self.asked.calls), self.clock.monotonic(), self.store.state
+        asked, began_s = len(self.asked.calls), self.clock.monotonic()
+        step = self.rng.choice([self.contains, self.read, self.write, self.write, self.delete])
+        circuit = {self.contains: self.store._lookups, self.read: self.store._reads}.get(
+            step, self.store._writes
+        )
+        state = circuit.state
         self.asked.depth += 1
-        self.rng.choice([self.contains, self.read, self.write, self.write, self.delete])()
+        step()
         own = [
             (at, error)
             for at, depth, error in self.asked.calls[asked:]
@@ -316,4 +321,5 @@ def test_k2_whatever_the_store_does_answers_are_true_and_it_is_used_again(seed: 
     assert stack.store.contains(KEYS) == [key in stack.bottom._values for key in KEYS]
     stack.store.delete(KEYS)
     assert stack.store.write([(KEYS[0], [memoryview(b"x")])]) == [Done(1)]
+    assert stack.store.read([(KEYS[0], memoryview(bytearray(1)))]) == [Done(1)]
     assert stack.store.state is BreakerState.CLOSED

@@ -114,7 +114,9 @@ def test_a_bypassed_tier_holds_nothing() -> None:
     rig.put(1)
     rig.settle()
     rig.put(2)
-    rig.stores[0].faults = [unavailable("write")]
+    rig.settle()
+    rig.stores[0].faults = [unavailable("contains")]
+    rig.fetch("r", 3)
     rig.settle()
     assert not rig.tiers[0].usable
     assert rig.engine.missing(keys(1)) == [0]

@@ -7,12 +7,9 @@ import os
 import sys
 from typing import Final
 
+from kvstow.text import printable as printable
+
 PIPED_COLUMNS: Final = 10_000  # of a table that isn't on a terminal: a row a line, for grep
-
-
-def printable(text: str) -> str:
-    """``text`` in one line: others' words may hold line ends, and what a terminal would obey."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def measured(size: int) -> str:

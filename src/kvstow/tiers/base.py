@@ -31,7 +31,12 @@ class Lower(Protocol):
 
     @property
     def usable(self) -> bool:
-        """False: it fails or hangs; ask it nothing."""
+        """Whether it may be looked up and read. False while it fails or hangs."""
+        ...
+
+    @property
+    def writable(self) -> bool:
+        """Whether it may be written, too. False while its writes fail."""
         ...
 
     def probe(self, keys: Sequence[ChunkKey], then: Callable[[list[bool]], None]) -> Call | None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TypeVar
 
-from kvstow.backends.base import Store
+from kvstow.backends.base import Buffer, Done, Outcome, Store
 from kvstow.errors import StoreRefused, StoreUnavailable
+from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
-from kvstow.tiers.store_wrapper import Wrapper
+from kvstow.tiers.store_wrapper import StoreWrapper
 
 A = TypeVar("A")
 R = TypeVar("R")
 
 
 class BreakerState(IntEnum):
-    """Its numbers are what the ``tier_state`` gauge shows."""
+    """The numbers are what the ``tier_state`` gauge shows; the greater is the worse."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -25,75 +26,128 @@ class BreakerState(IntEnum):
 
 
 class NotAsked(StoreUnavailable):
-    """The breaker is open; what keeps failing is another error, which came before."""
+    """The breaker is open. The store's own error came before."""
 
 
-class Breaker(Wrapper):
-    """Forwards to ``store``; after ``failures`` failed calls in a row it is open for ``open_s`` seconds.
+class _Circuit:
+    """The health of one kind of call. Thread-safe.
 
-    Open, a call raises ``StoreUnavailable`` at once. Then, half-open, one call is let through as a trial while
-    the others are still refused: its success closes the breaker, its failure opens it again.
+    After ``failures`` failed calls in a row it is open for ``open_s`` seconds: a call raises ``NotAsked``. Then,
+    half-open, one call is let through as a trial while the others are still refused. Its success closes the
+    circuit, its failure opens it again.
 
-    Every exception but ``StoreRefused`` is a failure: a store that refuses has answered. A call that began
-    before the breaker opened decides nothing when it ends late, even if it has closed again by then. A call that
-    never returns is not noticed here (this thread is inside it): the tier watches for those.
+    A call that began before the circuit opened decides nothing when it ends late, even if the circuit has closed
+    again by then.
+    """
+
+    def __init__(self, clock: Clock, failures: int, open_s: float) -> None:
+        self._clock = clock
+        self._failures = failures
+        self._open_s = open_s
+        self._lock = threading.Lock()
+        self._failed_in_a_row = 0
+        self._opened_s: float | None = None
+        self._trying = False
+        self._times_opened = 0
+
+    @property
+    def state(self) -> BreakerState:
+        opened_s = self._opened_s
+        if opened_s is None:
+            return BreakerState.CLOSED
+        if self._clock.monotonic() - opened_s >= self._open_s:
+            return BreakerState.HALF_OPEN
+        return BreakerState.OPEN
+
+    def call(self, method: Callable[[A], R], argument: A, works: Callable[[R], bool]) -> R:
+        """The value of ``method``. ``works`` says whether that value shows that calls of this kind work.
+
+        Every exception but ``StoreRefused`` is a failure: a store that refuses has answered.
+        """
+        times_opened = self._begin()
+        worked = failed = False
+        try:
+            result = method(argument)
+            worked = works(result)
+        except StoreRefused:
+            worked = True
+            raise
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            self._end(times_opened, worked, failed)
+        return result
+
+    def _begin(self) -> int:
+        """How often the circuit has opened so far. Raises ``NotAsked`` if the call may not go through."""
+        with self._lock:
+            state = self.state
+            if state is not BreakerState.CLOSED:
+                if state is BreakerState.OPEN or self._trying:
+                    raise NotAsked(f"not asked: {self._failed_in_a_row} calls in a row failed")
+                self._trying = True
+            return self._times_opened
+
+    def _end(self, times_opened: int, worked: bool, failed: bool) -> None:
+        with self._lock:
+            if times_opened != self._times_opened:
+                return
+            self._trying = False  # this was the trial, or there is none
+            if worked:
+                self._failed_in_a_row = 0
+                self._opened_s = None
+            elif failed:
+                self._failed_in_a_row += 1
+                if self._failed_in_a_row >= self._failures:
+                    self._opened_s = self._clock.monotonic()
+                    self._times_opened += 1
+
+
+class Breaker(StoreWrapper):
+    """Forwards to ``store``; refuses calls of a kind that keeps failing.
+
+    Look-ups, reads and writes have a circuit each, so a full disk goes on being read, and an index in memory that
+    answers look-ups does not hide that nothing can be read. A delete, and a write that is rejected, don't show
+    that writes work.
+
+    A call that never returns is not noticed here, because this thread is inside it: the tier watches for those.
     """
 
     def __init__(
         self, store: Store, clock: Clock, *, failures: int = 5, open_s: float = 10.0
     ) -> None:
         super().__init__(store)
-        self._clock = clock
-        self._failures = failures
-        self._open_s = open_s
-        self._lock = threading.Lock()
-        self._failed = 0
-        self._opened_at: float | None = None
-        self._trying = False
-        self._times_opened = 0
+        self._lookups = _Circuit(clock, failures, open_s)
+        self._reads = _Circuit(clock, failures, open_s)
+        self._writes = _Circuit(clock, failures, open_s)
+
+    @property
+    def read_state(self) -> BreakerState:
+        """State of look-ups and reads together."""
+        return max(self._lookups.state, self._reads.state)
+
+    @property
+    def write_state(self) -> BreakerState:
+        return self._writes.state
 
     @property
     def state(self) -> BreakerState:
-        with self._lock:
-            return self._state()
+        """The worst state of any kind of call."""
+        return max(self.read_state, self.write_state)
 
-    def _state(self) -> BreakerState:
-        if self._opened_at is None:
-            return BreakerState.CLOSED
-        elapsed = self._clock.monotonic() - self._opened_at >= self._open_s
-        return BreakerState.HALF_OPEN if elapsed else BreakerState.OPEN
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self._lookups.call(self._store.contains, keys, lambda _: True)
 
-    def _call(self, method: Callable[[A], R], argument: A) -> R:
-        era, answered = self._enter(), False
-        try:
-            result = method(argument)
-            answered = True
-        except StoreRefused:
-            answered = True
-            raise
-        finally:
-            self._leave(era, answered)
-        return result
+    def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
+        return self._reads.call(self._store.read, items, lambda _: True)
 
-    def _enter(self) -> int:
-        """The era of this call: another begins whenever the breaker opens. Raises when the call may not go through."""
-        with self._lock:
-            state = self._state()
-            if state is not BreakerState.CLOSED:
-                if state is BreakerState.OPEN or self._trying:
-                    raise NotAsked(f"not asked: {self._failed} calls in a row failed")
-                self._trying = True
-            return self._times_opened
+    def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
+        return self._writes.call(
+            self._store.write,
+            items,
+            lambda outcomes: any(isinstance(outcome, Done) for outcome in outcomes),
+        )
 
-    def _leave(self, era: int, answered: bool) -> None:
-        with self._lock:
-            if era != self._times_opened:
-                return
-            self._trying = False  # this was the trial, or there is none
-            if answered:
-                self._failed, self._opened_at = 0, None
-                return
-            self._failed += 1
-            if self._failed >= self._failures:
-                self._opened_at = self._clock.monotonic()
-                self._times_opened += 1
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        self._writes.call(self._store.delete, keys, lambda _: False)

@@ -9,12 +9,12 @@ from typing import Final
 from kvstow.backends.base import REJECTED, Buffer, Outcome, Store
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
-from kvstow.tiers.store_wrapper import Wrapper
+from kvstow.tiers.store_wrapper import StoreWrapper
 
 BURST_S: Final = 2.0  # a prompt's chunks come all at once
 
 
-class WriteLimit(Wrapper):
+class WriteLimit(StoreWrapper):
     """Forwards to ``store``; writes are ``REJECTED`` while those of the last seconds were more than ``bytes_s``.
 
     A computed prompt is written all at once, by every engine, on the network that others wait for a read on. What is

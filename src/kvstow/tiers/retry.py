@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from kvstow.backends.base import Store
 from kvstow.errors import StoreUnavailable
 from kvstow.runtime import Clock
-from kvstow.tiers.store_wrapper import Wrapper
+from kvstow.tiers.store_wrapper import StoreWrapper
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -20,7 +20,7 @@ FIRST_PAUSE_S: Final = 0.01
 TOTAL_S: Final = 0.15  # less than a fetch is waited for
 
 
-class Retry(Wrapper):
+class Retry(StoreWrapper):
     """Forwards to ``store``; a call that ended in ``StoreUnavailable`` is made again, at most ``attempts`` in all.
 
     It heals what is over by then: a connection that somebody in between dropped while it was idle, a failover. So

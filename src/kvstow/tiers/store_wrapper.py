@@ -12,7 +12,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-class Wrapper:
+class StoreWrapper:
     """A Store that forwards to ``store``. What a wrapper does to all operations alike it does in ``_call``.
 
     ``close`` is always forwarded, and not through ``_call``: no wrapper may leak what the store holds.

@@ -18,7 +18,8 @@ from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.pool.index import Got
 from kvstow.pool.pool import Lease
-from kvstow.runtime import Clock, Executor
+from kvstow.runtime import Clock, Executor, WorkDropped
+from kvstow.text import printable
 from kvstow.tiers.breaker import Breaker, BreakerState, NotAsked
 from kvstow.tiers.call import Call
 from kvstow.tiers.limits import TierLimits, WriteRate
@@ -26,7 +27,11 @@ from kvstow.tiers.moves import CORRUPT, Came, Coder, Moves, Wrote
 
 T = TypeVar("T")
 
-ERROR_CHARACTERS: Final = 300
+ERROR_CHARACTERS: Final = 300  # of a store's error that are logged
+MAX_LOGGED_FAILURES: Final = 32  # kinds of failures, of which the first of each is logged
+LOOK_UP: Final = "look-up"
+READ: Final = "read"
+WRITE: Final = "write"
 
 logger = logging.getLogger("kvstow")
 
@@ -80,8 +85,10 @@ class Tier:
         self._shown_down = -1
         self._watch_at_s = self._progress_s = clock.monotonic()
         self._shown = BreakerState.CLOSED
-        self._last_error = ""  # of the store's own, shortened
+        self._last_errors: dict[str, str] = {}  # of the store's own, by operation, shortened
+        self._logged_failures: set[tuple[str, str, int | None]] = set()
         self._bypassed = False  # as logged: trials in between, half-open, are not news
+        self._not_written = False  # as logged
         metrics.gauge("tier_state", self._shown, tier=name)
 
     def use(self, coder: Coder | None, integrity_key: bytes | None) -> None:
@@ -93,12 +100,18 @@ class Tier:
 
     @property
     def state(self) -> BreakerState:
-        """OPEN also while a call hangs: the breaker, inside that call, can't notice."""
+        """The worse of reads and writes; OPEN also while a call hangs, which the breaker can't notice."""
         return BreakerState.OPEN if self._hung else self._store.state
 
     @property
     def usable(self) -> bool:
-        return self.state is not BreakerState.OPEN
+        """Whether the tier may be looked up and read."""
+        return not self._hung and self._store.read_state is not BreakerState.OPEN
+
+    @property
+    def writable(self) -> bool:
+        """Whether the tier may be written. A tier that can't be read is not written either."""
+        return self.usable and self._store.write_state is not BreakerState.OPEN
 
     def busy(self) -> bool:
         """Whether calls are outstanding and any ended, or was asked for, within ``work_deadline_s``."""
@@ -129,18 +142,36 @@ class Tier:
         return ended
 
     def _show(self) -> None:
+        """Log what has changed, and bring the gauge up to date."""
+        self._log_reads()
+        self._log_writes()
         state = self.state
-        if state is self._shown:
-            return
-        if state is BreakerState.OPEN and not self._bypassed:
+        if state is not self._shown:
+            self._shown = state
+            self._metrics.gauge("tier_state", state, tier=self.name)
+
+    def _log_reads(self) -> None:
+        if not self._bypassed and not self.usable:
             self._bypassed = True
-            why = "a call hangs" if self._hung else f"its calls fail: {self._last_error}"
+            error = self._last_errors.get(READ) or self._last_errors.get(LOOK_UP, "")
+            why = "a call hangs" if self._hung else f"its calls fail: {error}"
             logger.warning("Tier %s is bypassed: %s", self.name, why)
-        elif state is BreakerState.CLOSED and self._bypassed:
+        elif self._bypassed and not self._hung and self._store.read_state is BreakerState.CLOSED:
             self._bypassed = False
             logger.warning("Tier %s is in use again", self.name)
-        self._shown = state
-        self._metrics.gauge("tier_state", state, tier=self.name)
+
+    def _log_writes(self) -> None:
+        state = self._store.write_state
+        if state is BreakerState.OPEN and not self._not_written and not self._bypassed:
+            self._not_written = True
+            logger.warning(
+                "Tier %s is not written, it is still read: its writes fail: %s",
+                self.name,
+                self._last_errors.get(WRITE, ""),
+            )
+        elif state is BreakerState.CLOSED and self._not_written:
+            self._not_written = False
+            logger.warning("Tier %s is written again", self.name)
 
     # --- what it holds, as far as is known ---------------------------------------------------------------------
 
@@ -164,7 +195,7 @@ class Tier:
 
         def end(_: Call, found: list[bool] | None, error: BaseException | None) -> None:
             if found is None:
-                self._failed(len(keys), error)
+                self._failed(LOOK_UP, len(keys), error)
             else:
                 for key, held in zip(keys, found, strict=True):
                     self._learn(key, held)
@@ -216,7 +247,7 @@ class Tier:
     ) -> None:
         metrics = self._metrics
         if came is None:
-            self._failed(len(keys), error)
+            self._failed(READ, len(keys), error)
             for key in keys:  # what can't be read must be stored anew when it is computed
                 self._learn(key, False)
             return
@@ -242,7 +273,7 @@ class Tier:
         never runs.
         """
         size = self._frame_bytes(key.group)
-        if not self.usable:
+        if not self.writable:
             self._refuse("unavailable")
             return None
         queued = self._queued_bytes + size
@@ -276,7 +307,7 @@ class Tier:
     ) -> None:
         metrics = self._metrics
         if wrote is None:
-            self._failed(1, error)
+            self._failed(WRITE, 1, error)
             return
         outcome, held, encode_s = wrote
         self._learn(key, held)
@@ -334,12 +365,29 @@ class Tier:
     def _refuse(self, reason: str) -> None:
         self._metrics.count("refused_chunks", tier=self.name, reason=reason)
 
-    def _failed(self, chunks: int, error: BaseException | None) -> None:
-        known = ((StoreUnavailable, "unavailable"), (StoreRefused, "refused"))
-        reason = next((word for kind, word in known if isinstance(error, kind)), "error")
+    def _failed(self, operation: str, chunks: int, error: BaseException | None) -> None:
+        """Count a failed call, and log the first of its kind."""
+        reason = "error"
+        if isinstance(error, StoreUnavailable):
+            reason = "unavailable"
+        elif isinstance(error, StoreRefused):
+            reason = "refused"
         self._metrics.count("failed_chunks", chunks, tier=self.name, reason=reason)
-        if not isinstance(error, NotAsked):
-            self._last_error = str(error)[:ERROR_CHARACTERS]
+        if error is None or isinstance(error, NotAsked | WorkDropped):
+            return
+        text = printable(str(error)[:ERROR_CHARACTERS])
+        self._last_errors[operation] = text
+        cause = error.__cause__ or error
+        code = cause.errno if isinstance(cause, OSError) else None
+        kind = (operation, type(error).__name__, code)
+        if kind not in self._logged_failures and len(self._logged_failures) < MAX_LOGGED_FAILURES:
+            self._logged_failures.add(kind)
+            logger.warning(
+                "Tier %s: a %s failed: %s (more failures of this kind are counted, not logged)",
+                self.name,
+                operation,
+                text,
+            )
 
     def _queue(self, writes: int, size: int) -> None:
         self._queued_writes += writes

@@ -66,7 +66,7 @@ class WriteThrough:
     def start(self, key: ChunkKey, lease: Lease, seal: Seal) -> None:
         """Seal the slot and write it to every tier; takes over ``lease``. ``seal`` runs on the sealer."""
         write = Write(key, lease)
-        reason = None if any(tier.usable for tier in self._tiers) else "unavailable"
+        reason = None if any(tier.writable for tier in self._tiers) else "unavailable"
         if reason is None and len(self._writes) >= self._max_pinned:
             reason = "pinned"
         if reason is None and not self._sealer.submit(
@@ -108,7 +108,7 @@ class WriteThrough:
     def poll(self) -> None:
         """What waits for a tier that has just gone out of use must not pin the pool until it is back."""
         for tier in self._tiers:
-            if tier.usable:
+            if tier.writable:
                 self._bypassed.discard(tier.name)
             elif tier.name not in self._bypassed:
                 self._bypassed.add(tier.name)

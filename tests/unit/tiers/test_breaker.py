@@ -38,8 +38,6 @@ def test_it_opens_after_failures_in_a_row_and_then_asks_nothing() -> None:
     assert breaker.state is BreakerState.OPEN
     asked = store.calls["contains"]
     fail(breaker)
-    with pytest.raises(StoreUnavailable):
-        breaker.delete(KEYS)
     assert store.calls == {"contains": asked}
 
 
@@ -137,3 +135,68 @@ def test_close_is_forwarded_when_open() -> None:
     fail(breaker)
     breaker.close()
     assert store.calls["close"] == 1
+
+
+READS = [(KEYS[0], memoryview(bytearray(8)))]
+WRITES = [(KEYS[0], [memoryview(b"x")])]
+
+
+def fail_write(breaker: Breaker) -> None:
+    with pytest.raises(StoreUnavailable):
+        breaker.write(WRITES)
+
+
+def test_each_kind_of_call_has_its_own_health() -> None:
+    breaker, store, clock = make(failures=3)
+    store.faults = [unavailable("write")]
+    for _ in range(3):
+        breaker.contains(KEYS)
+        breaker.read(READS)
+        fail_write(breaker)
+    assert breaker.write_state is BreakerState.OPEN
+    assert breaker.read_state is BreakerState.CLOSED
+    assert breaker.state is BreakerState.OPEN
+    asked = store.calls["write"]
+    fail_write(breaker)
+    with pytest.raises(StoreUnavailable):
+        breaker.delete(KEYS)
+    assert store.calls["write"] == asked
+    assert "delete" not in store.calls
+    assert breaker.contains(KEYS) == [False]
+    clock.advance(10)
+    breaker.contains(KEYS)
+    breaker.read(READS)
+    assert breaker.write_state is BreakerState.HALF_OPEN
+    store.faults = []
+    breaker.write(WRITES)
+    assert breaker.state is BreakerState.CLOSED
+
+
+def test_looks_say_nothing_of_reads() -> None:
+    breaker, store, _ = make(failures=3)
+    store.faults = [unavailable("read")]
+    for _ in range(3):
+        breaker.contains(KEYS)
+        with pytest.raises(StoreUnavailable):
+            breaker.read(READS)
+    assert breaker.read_state is BreakerState.OPEN
+
+
+def test_a_rejected_write_and_a_delete_say_nothing_of_writes() -> None:
+    """A full disk rejects what is there already, and deletes."""
+    breaker, store, clock = make(failures=3)
+    breaker.write(WRITES)
+    for _ in range(3):
+        breaker.write(WRITES)
+        breaker.delete([make_key(1)])
+        store.faults = [unavailable("write")]
+        fail_write(breaker)
+        store.faults = []
+    assert breaker.write_state is BreakerState.OPEN
+    clock.advance(10)
+    breaker.write(WRITES)
+    breaker.delete([make_key(1)])
+    assert breaker.write_state is BreakerState.HALF_OPEN
+    breaker.delete(KEYS)
+    breaker.write(WRITES)
+    assert breaker.write_state is BreakerState.CLOSED

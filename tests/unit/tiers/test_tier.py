@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 
@@ -7,7 +8,7 @@ import pytest
 
 from kvstow import frame
 from kvstow.backends.base import REJECTED, Buffer, Outcome
-from kvstow.errors import StoreRefused
+from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.pool.pool import Lease
 from kvstow.testing.faults import Fault, unavailable
@@ -381,7 +382,11 @@ def test_the_breaker_is_shown_once_a_change(caplog: pytest.LogCaptureFixture) ->
             work(rig)
     assert rig.gauge("tier_state|t0") == 0
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["Tier t0 is bypassed: its calls fail: injected", "Tier t0 is in use again"]
+    assert said == [
+        "Tier t0: a look-up failed: injected (more failures of this kind are counted, not logged)",
+        "Tier t0 is bypassed: its calls fail: injected",
+        "Tier t0 is in use again",
+    ]
 
 
 def test_busy_ends_without_progress() -> None:
@@ -438,3 +443,91 @@ def test_corrupt_values_are_set_aside_as_the_tier_was_told_and_those_found_elsew
     tier.poll()
     taken = rig.metrics.take() or {}
     assert taken["counters"]["corrupt_chunks|t0"] == 3
+
+
+def prompt_of_three(rig: Rig, first: int) -> None:
+    """Look three chunks up, compute them and store them."""
+    numbers = range(first, first + 3)
+    rig.fetch(f"r{first}", *numbers)
+    rig.settle()
+    rig.engine.forget(f"r{first}")
+    rig.put(*numbers)
+    rig.settle()
+
+
+def test_a_tier_that_refuses_every_write_is_not_written_and_still_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig(slots=16, limits=TierLimits(breaker_failures=5, breaker_open_s=10.0))
+    tier = rig.tiers[0]
+    rig.put(1)
+    rig.settle()
+    rig.stores[0].faults = [unavailable("write")]
+    with caplog.at_level(logging.WARNING, "kvstow"):
+        for first in (100, 200):
+            prompt_of_three(rig, first)
+    assert rig.gauge("tier_state|t0") == 2
+    assert (tier.usable, tier.writable) == (True, False)
+    rig.engine.reset()
+    rig.fetch("again", 1)
+    rig.settle()
+    assert rig.fetch("again", 1).chunks == 1, "what can be read is read"
+    asked = rig.stores[0].calls["write"]
+    with caplog.at_level(logging.WARNING, "kvstow"):
+        prompt_of_three(rig, 300)
+    assert rig.stores[0].calls["write"] == asked
+    assert rig.gauge("tier_state|t0") == 2, "a read or a look-up says nothing of writes"
+    rig.stores[0].faults = []
+    rig.clock.advance(10)
+    with caplog.at_level(logging.WARNING, "kvstow"):
+        prompt_of_three(rig, 400)
+    assert rig.gauge("tier_state|t0") == 0
+    assert tier.writable
+    assert [r.getMessage() for r in caplog.records] == [
+        "Tier t0: a write failed: injected (more failures of this kind are counted, not logged)",
+        "Tier t0 is not written, it is still read: its writes fail: injected",
+        "Tier t0 is written again",
+    ]
+
+
+def test_a_tier_whose_reads_fail_is_bypassed_however_often_it_is_looked_at() -> None:
+    rig = Rig(slots=16, limits=TierLimits(breaker_failures=3))
+    rig.put(*range(10))
+    rig.settle()
+    rig.engine.reset()
+    rig.stores[0].faults = [unavailable("read")]
+    for i in range(3):
+        rig.fetch(f"r{i}", i)
+        rig.settle()
+    assert not rig.tiers[0].usable
+    assert not rig.tiers[0].writable
+
+
+def test_the_first_failure_of_a_kind_is_logged_at_once_and_made_printable(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig(slots=16, limits=TierLimits(breaker_failures=100))
+    full = StoreUnavailable("no room")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    with caplog.at_level(logging.WARNING, "kvstow"):
+        for error in (full, full, StoreUnavailable("a server's \x1b[2J words"), full):
+            rig.stores[0].faults = [Fault("write", error=error)]
+            write(rig, 1)
+            work(rig)
+        rig.stores[0].faults = [Fault("contains", error=full)]
+        rig.tiers[0].probe(keys(1), lambda _: None)
+        work(rig)
+    more = "(more failures of this kind are counted, not logged)"
+    assert [r.getMessage() for r in caplog.records] == [
+        f"Tier t0: a write failed: no room {more}",
+        f"Tier t0: a write failed: a server's \\x1b[2J words {more}",
+        f"Tier t0: a look-up failed: no room {more}",
+    ]
+
+
+def test_what_is_dropped_at_the_end_is_no_failure_to_log(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    write(rig, 1)
+    with caplog.at_level(logging.WARNING, "kvstow"):
+        rig.tiers[0].close(0.0)
+    assert not caplog.records
