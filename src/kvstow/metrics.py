@@ -139,7 +139,9 @@ METRICS: Final[Mapping[str, MetricSpec]] = {
         "Which engine direct storage runs on: 1 of the one that does.", "engine"
     ),
     "queued_bytes": _gauge("Bytes waiting to be written to a tier.", "tier"),
-    "tier_state": _gauge("A tier's breaker: 0 serving, 1 being probed, 2 open (bypassed).", "tier"),
+    "tier_state": _gauge(
+        "A tier's breaker: 0 serving, 1 being probed, 2 open (bypassed, or not written).", "tier"
+    ),
     "tier_paths_down": _gauge(
         "Directories of a tier that are out of use; chunks spread to them are misses.", "tier"
     ),

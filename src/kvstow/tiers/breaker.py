@@ -65,15 +65,15 @@ class _Circuit:
         Every exception but ``StoreRefused`` is a failure: a store that refuses has answered.
         """
         times_opened = self._begin()
-        worked = failed = False
+        failed = True
+        worked = False
         try:
             result = method(argument)
+            failed = False
             worked = works(result)
         except StoreRefused:
+            failed = False
             worked = True
-            raise
-        except BaseException:
-            failed = True
             raise
         finally:
             self._end(times_opened, worked, failed)
