@@ -62,7 +62,7 @@ class Node:
         if lease is None:
             return
         for shard, media in enumerate(self.media):
-            at = media.use(0)
+            at = media.select_area(0)
             media.memory[at : at + CHUNK] = value_of(i, shard)
             media.write(0, self._extent(lease, shard))
         self.engine.commit(lease)
@@ -77,7 +77,7 @@ class Node:
         try:
             for shard, media in enumerate(self.media):
                 media.read(1, self._extent(lease, shard))
-                at = media.use(1)
+                at = media.select_area(1)
                 if bytes(media.memory[at : at + CHUNK]) != value_of(i, shard):
                     return False
         except KVStowError:

@@ -78,7 +78,7 @@ def test_k7_a_filesystem_that_is_full(mounted: Path) -> None:
 
 def test_a_filesystem_that_freezes(mounted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores that hang are given up; what they write later, when it thaws, is nobody's, and all goes on."""
-    for limit in ("HUNG_S", "ASIDE_S"):
+    for limit in ("HUNG_S", "BACKGROUND_PAUSE_S"):
         monkeypatch.setattr(f"kvstow.direct.pipeline.{limit}", 0.2)
     rig = Rig(mounted / "kv", ranks=1, size=8 << 20)
     [rank] = rig.ranks

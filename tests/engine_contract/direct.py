@@ -19,7 +19,7 @@ from kvstow.vllm.direct import DirectDevice
 def direct_places(
     areas: int, slots: int, layout: ChunkLayout, clock: Clock
 ) -> tuple[Extents, DirectRef]:
-    geometry = Geometry.of_files(layout, slots)
+    geometry = Geometry.with_files(layout, slots)
     staging = areas * max(geometry.extent_bytes)
     return Extents(geometry, layout, clock, preallocated=True), DirectRef(
         "file", geometry, staging, 1, "ignore"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstow.direct.pipeline import ASIDE_S, HUNG_S
+from kvstow.direct.pipeline import BACKGROUND_PAUSE_S, HUNG_S
 from kvstow.testing.manual import ManualExecutor
 from tests.engine_contract.direct import opener
 from tests.engine_contract.sim import Sim, prompt
@@ -71,7 +71,7 @@ def test_only_who_asked_first_waits_for_nvme_that_hangs(
     assert sim.held(stored) == 3, "what was stored is not given up"
 
     sim.heal(rank)
-    sim.stack.clock.advance(ASIDE_S)
+    sim.stack.clock.advance(BACKGROUND_PAUSE_S)
     sim.serve("g", prompt(50, seed=20))
     sim.serve("h", second)
     assert (sim.loads(), sim.state()) == (3, 0)

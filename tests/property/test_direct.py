@@ -10,7 +10,7 @@ import pytest
 
 from kvstow.cache import Cache
 from kvstow.direct.base import Extent
-from kvstow.direct.extents import REST_S, Extents
+from kvstow.direct.extents import RETRY_S, Extents
 from kvstow.direct.file import FileMedia
 from kvstow.direct.geometry import RECORD_BYTES, SUPERBLOCK_BYTES, Geometry
 from kvstow.direct.table import Table
@@ -37,7 +37,7 @@ class Machine:
         self.numbers = slots * 2
         self.loads = self.misses = 0
         self.clock = ManualClock()
-        self.geometry = Geometry.of_files(LAYOUT, slots)
+        self.geometry = Geometry.with_files(LAYOUT, slots)
         self.table_fd = os.memfd_create("table")
         os.ftruncate(self.table_fd, SUPERBLOCK_BYTES + slots * RECORD_BYTES)
         self.disk = bytearray(self.geometry.file_bytes(0))
@@ -86,7 +86,7 @@ class Machine:
 
     def _fill(self, lease: Lease, key: ChunkKey) -> None:
         data = self.rng.randbytes(LENGTH)  # another computation of the same KV: not the same bytes
-        at = self.media.use(0)
+        at = self.media.select_area(0)
         self.media.memory[at : at + LENGTH] = data
         self.media.write(0, Extent(*lease.place.spans[0], lease.place.tag))
         self.written.setdefault(key, set()).add(data)
@@ -96,7 +96,7 @@ class Machine:
             self.media.read(1, Extent(*lease.place.spans[0], lease.place.tag))
         except KVStowError:
             return None
-        at = self.media.use(1)
+        at = self.media.select_area(1)
         return bytes(self.media.memory[at : at + LENGTH])
 
     def store(self, number: int, ends: str) -> None:
@@ -199,7 +199,7 @@ class Machine:
         os.pwrite(self.table_fd, bytes([byte ^ 4]), at)
 
     def time_passes(self) -> None:
-        self.clock.advance(REST_S / 2)
+        self.clock.advance(RETRY_S / 2)
 
     def accounted(self) -> None:
         self.extents.check_integrity()

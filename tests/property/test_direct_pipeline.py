@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvstow.direct.base import Extent
-from kvstow.direct.pipeline import ASIDE_S, HUNG_S, Copied, Ended, Pipeline
+from kvstow.direct.pipeline import BACKGROUND_PAUSE_S, HUNG_S, CopyEnd, JobEnd, Pipeline
 from kvstow.errors import CopyError, FrameError
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
@@ -30,7 +30,7 @@ class Machine:
         self.clock = ManualClock()
         self.executor = ManualExecutor(self.clock, queue_limit=rng.choice((1, 3, 100)))
         self.copies: dict[int, tuple[int, int]] = {}
-        self.done: list[Copied] = []
+        self.done: list[CopyEnd] = []
         self.used: set[int] = set()
         self.fenced: set[int] = set()
         self.open: dict[int, int] = {}  # job to its items
@@ -62,7 +62,7 @@ class Machine:
         self.expect_unused(area)
         self.copies[ticket] = area, item
 
-    def ended(self) -> list[Copied]:
+    def ended(self) -> list[CopyEnd]:
         done, self.done = self.done, []
         return done
 
@@ -72,7 +72,7 @@ class Machine:
 
     def finish(self, ticket: int, error: str | None) -> None:
         if self.copies.pop(ticket, None) is not None:
-            self.done.append(Copied(ticket, error, 0 if error else 1))
+            self.done.append(CopyEnd(ticket, error, 0 if error else 1))
 
     # --- the media's part
 
@@ -133,7 +133,7 @@ class Machine:
                 f"{self.stuck} hung, of {asked}",
             )
 
-    def take_one(self, end: Ended) -> None:
+    def take_one(self, end: JobEnd) -> None:
         items = self.open.pop(end.ticket, None)
         self.expect(items is not None, f"job {end.ticket} ended twice")
         self.expect(
@@ -158,7 +158,7 @@ class Machine:
         elif kind == 2 and self.executor.pending:
             self.executor.run(rng.randrange(self.executor.pending))
         elif kind == 3:
-            self.clock.advance(rng.choice((0.1, 1.0, ASIDE_S, HUNG_S / 2, HUNG_S + 1)))
+            self.clock.advance(rng.choice((0.1, 1.0, BACKGROUND_PAUSE_S, HUNG_S / 2, HUNG_S + 1)))
         elif kind == 4:
             fenced = rng.sample(sorted(self.open), min(len(self.open), 2))
             self.pipeline.fence(fenced)
@@ -189,7 +189,7 @@ class Machine:
         assert not self.pipeline.hung
         self.executor.run_all()
         self.take()
-        assert len(self.pipeline._areas) + self.pipeline._aside == self.areas
+        assert len(self.pipeline._areas) + self.pipeline._background_running == self.areas
 
 
 @pytest.mark.parametrize("batch", range(4))

@@ -38,7 +38,7 @@ class Rig:
         [self.area] = self.staging.areas
         size = HEADER_BYTES + align_up(self.length)
         self.media = media.RdsMedia(
-            api, 0, 0, [self.area], size, sample=1 << 30
+            api, 0, 0, [self.area], size, scrub_interval_slots=1 << 30
         )  # payloads are not checked by sample
         self.extent = Extent(
             size, self.length, TAG

@@ -168,7 +168,7 @@ def _geometry(
     most = direct.max_chunks or (MAX_RDS_CHUNKS if chosen == "rds" else MAX_FILE_CHUNKS)
     if chosen == "rds":
         slots = min(most, direct.size // sum(sizes)) if direct.size is not None else most
-        return Geometry.bare(layout, _enough(slots, layout)), ()
+        return Geometry.without_files(layout, _enough(slots, layout)), ()
     assert direct.path is not None
     paths = paths_for(direct.path, len(sizes), engine)
     if direct.size is not None:
@@ -180,7 +180,7 @@ def _geometry(
                 "direct.path is set and direct.size is not: say how much they may hold, such as 500GB"
             )
         slots = min(slots_in([size], there) for size, there in zip(sizes, devices, strict=True))
-    return Geometry.of_files(layout, _enough(min(most, slots), layout)), paths
+    return Geometry.with_files(layout, _enough(min(most, slots), layout)), paths
 
 
 def _enough(slots: int, layout: ChunkLayout) -> int:

@@ -1,4 +1,4 @@
-"""The engines' contract: between a staging area and an extent."""
+"""The contract of direct storage's media: payloads between staging areas and extents."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import NamedTuple, Protocol
 
 
 class Extent(NamedTuple):
-    """One shard's part of one slot. ``offset``: of its header page, in bytes; ``length``: of its payload; ``tag``:
-    which filling it is (``kvstow.direct.page``)."""
+    """One shard's part of one slot.
+
+    ``offset`` is the byte offset of its header page, ``length`` the bytes of its payload. ``tag``
+    names the chunk and its filling (``kvstow.direct.page.tag_of``).
+    """
 
     offset: int
     length: int
@@ -15,44 +18,58 @@ class Extent(NamedTuple):
 
 
 class Staging(Protocol):
-    """Where a device finds the staging areas."""
+    """Staging areas that a device can copy to and from."""
 
     def select_area(self, area: int) -> int:
-        """From the next copy on the device's pool is what has this area; its payload begins at the returned byte."""
+        """Makes ``area`` part of the device's pool from the next copy on.
+
+        Returns its payload's offset there.
+        """
         ...
 
 
 class Media(Protocol):
     """Moves whole payloads between staging areas, numbered from 0, and extents.
 
-    ``write`` and ``read`` block, on threads of an executor, several at a time with different areas; while one runs the
-    area is its own. Raise ``OSError``, ``FrameError`` or ``CopyError``; whatever the area holds then is not to be used.
+    ``write`` and ``read`` block. They run on an executor's threads, several at a time, each with an
+    area that no other call touches. They raise ``OSError``, ``FrameError`` or ``CopyError``; the
+    content of the area is undefined then.
     """
 
     @property
     def name(self) -> str:
-        """What log lines call it."""
+        """The media's name in log lines."""
         ...
 
     @property
-    def areas(self) -> int: ...
+    def areas(self) -> int:
+        """Number of staging areas."""
+        ...
 
     def write(self, area: int, extent: Extent) -> None:
-        """Write the area's payload, behind a header page that says ``extent.tag``."""
+        """Writes the area's payload behind a header page with ``extent.tag``."""
         ...
 
     def read(self, area: int, extent: Extent) -> None:
-        """Fill the area with the payload, if it is that of ``extent.tag`` and whole, as far as this engine can tell."""
+        """Fills the area with the payload.
+
+        Raises ``FrameError`` unless the extent holds ``extent.tag``, as whole as this media can
+        check.
+        """
         ...
 
     def probe(self, area: int, extent: Extent) -> None:
-        """``read``, but NVMe itself is asked, even for an extent that was never written."""
+        """Reads like ``read``, and asks NVMe even for an extent that was never written."""
         ...
 
     def scrub(self, area: int) -> None:
-        """Check a payload that no read checks, by way of the area; there may be none. What is wrong is lost."""
+        """Checks one payload that ``read`` does not check, through the area, and drops it if it is
+        damaged.
+
+        Does nothing where there is none.
+        """
         ...
 
     def close(self) -> None:
-        """Nothing is in flight. Idempotent."""
+        """Releases resources. Precondition: nothing is in flight. Idempotent."""
         ...

@@ -1,4 +1,7 @@
-"""Slots of direct storage: the second kind of place. The bytes are the workers'; here is only who has which slot."""
+"""Slots of direct storage, the second kind of place.
+
+Workers move the bytes; this module assigns the slots.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,17 @@ from kvstow.layout import ChunkLayout, Place
 from kvstow.pool.slots import Lease, Slots, SlotState
 from kvstow.runtime import Clock
 
-REST_S: Final = 10.0  # a slot that could not be filled isn't given again sooner, nor is one that never held anything
+RETRY_S: Final = 10.0  # pause after a failed filling: NVMe may be full until a chunk is evicted
 
 
 class Extents(Slots):
     """Slots whose bytes workers write to and read from NVMe themselves.
 
-    A slot that could not be filled or read rests, and with it all that were never filled: where the device is full,
-    another chunk must make room. ``preallocated``: every slot has its space. ``table``: keeps what is committed across
-    restarts; None: nothing does. ``fds``, closed with this, hold the files against other engines; the table is in
-    the first.
+    A slot that could not be filled or read is not reserved again for ``RETRY_S``, and neither is
+    any slot that was never filled: where NVMe is full, an eviction must make room. ``preallocated``
+    means that every slot has its space. ``table`` keeps committed chunks across restarts; None
+    keeps none. ``fds`` lock the files against other engines and are closed with this object; the
+    table is in the first.
     """
 
     tier: ClassVar[str] = "direct"
@@ -45,13 +49,11 @@ class Extents(Slots):
         self._clock = clock
         self._table = table
         self._fds = list(fds)
-        self._space = (
-            bytearray([preallocated]) * self.slots
-        )  # whether a slot is known to have space
+        self._has_space = bytearray([preallocated]) * self.slots
         self._generations = [0] * self.slots
         self._latest = 0
-        self._grow_s = clock.monotonic()
-        self._rests_s: dict[int, float] = {}
+        self._grow_after_s = clock.monotonic()
+        self._retry_after_s: dict[int, float] = {}
         self._found = self._adopt(len(layout.groups)) if table is not None else []
 
     def _adopt(self, groups: int) -> list[tuple[ChunkKey, int]]:
@@ -75,7 +77,9 @@ class Extents(Slots):
         if not self._free:
             return None
         slot, now_s = self._free[-1], self._clock.monotonic()
-        if now_s < self._rests_s.get(slot, 0.0) or (now_s < self._grow_s and not self._space[slot]):
+        if now_s < self._retry_after_s.get(slot, 0.0) or (
+            now_s < self._grow_after_s and not self._has_space[slot]
+        ):
             return None
         lease = super().reserve(group)
         self._latest += 1
@@ -83,7 +87,7 @@ class Extents(Slots):
         return lease
 
     def spoil(self, slot: int) -> None:
-        self._rests_s[slot] = self._grow_s = self._clock.monotonic() + REST_S
+        self._retry_after_s[slot] = self._grow_after_s = self._clock.monotonic() + RETRY_S
 
     def free_slot(self, slot: int) -> None:
         super().free_slot(slot)
@@ -100,9 +104,9 @@ class Extents(Slots):
     def close(self, timeout_s: float = 0.0) -> None:
         table, self._table = self._table, None
         if table is not None and not table.close(timeout_s):
-            del self._fds[
-                :1
-            ]  # closed, its number could be another file's by the time of the thread's next write
+            # The hung thread may write yet: a closed descriptor's number could be another file's
+            # then.
+            del self._fds[:1]
         while self._fds:
             os.close(self._fds.pop())
 
@@ -113,13 +117,13 @@ class Extents(Slots):
 
     def _commit(self, lease: Lease) -> None:
         super()._commit(lease)
-        self._space[lease.slot] = 1
-        self._rests_s.pop(lease.slot, None)
+        self._has_space[lease.slot] = 1
+        self._retry_after_s.pop(lease.slot, None)
         if self._table is not None:
             assert lease.key is not None
             self._table.put(lease.slot, lease.key, self._generations[lease.slot])
 
     def _give_back(self, slot: int) -> None:
         super()._give_back(slot)
-        if slot in self._rests_s:
+        if slot in self._retry_after_s:
             self._free.insert(0, self._free.pop())

@@ -1,6 +1,6 @@
-"""The engine ``file``: O_DIRECT between page-aligned host memory and a file or block device.
+"""The media ``file``: O_DIRECT between page-aligned host memory and a file or block device.
 
-Why threads and not io_uring: docs/decisions/0010-direct-storage.md.
+docs/decisions/0010-direct-storage.md compares threads with io_uring.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ Io = Callable[[int, Sequence[memoryview], int], int]
 
 
 class FileMedia:
-    """Areas of ``area_bytes`` in one mapping, ``memory``; each a header page, then the payload. Owns ``fd``, which was
-    opened with O_DIRECT. Raises ``SettingsError``: there is no memory."""
+    """``Media`` over a file.
+
+    The staging areas of ``area_bytes`` each, a header page and a payload, lie in one mapping,
+    ``memory``. ``fd`` was opened with O_DIRECT and is owned by this object. Raises
+    ``SettingsError`` when memory is short.
+    """
 
     name = "direct storage (file)"
 
@@ -34,9 +38,8 @@ class FileMedia:
         self.areas = areas
         self._fd = fd
         try:
-            self.memory = private_memory(
-                areas * area_bytes, "staging"
-            )  # a device keeps it beyond ``close``
+            # a device keeps it beyond ``close``
+            self.memory = private_memory(areas * area_bytes, "staging")
         except OSError as error:
             self.close()
             raise SettingsError(
@@ -49,7 +52,7 @@ class FileMedia:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def select_area(self, area: int) -> int:
-        """Where in ``memory`` an area's payload begins."""
+        """Returns the offset of an area's payload in ``memory``."""
         return area * self._area_bytes + HEADER_BYTES
 
     def write(self, area: int, extent: Extent) -> None:
@@ -59,11 +62,11 @@ class FileMedia:
         view[:HEADER_BYTES] = seal_page(
             extent.tag, self._shard, extent.length, xxh3_128_digest(payload)
         )
-        self._all(self._pwritev, view, extent.offset, "written")
+        self._move_all(self._pwritev, view, extent.offset, "written")
 
     def read(self, area: int, extent: Extent) -> None:
         view = self._view(area, extent)
-        self._all(self._preadv, view, extent.offset, "read")
+        self._move_all(self._preadv, view, extent.offset, "read")
         checksum = check_page(view[:HEADER_BYTES], extent.tag, self._shard, extent.length)
         if (
             checksum is None
@@ -78,7 +81,10 @@ class FileMedia:
         return  # every read checks
 
     def _view(self, area: int, extent: Extent) -> memoryview:
-        """The bytes to move. A kernel may let a misaligned direct transfer pass, slowly or wrongly: this does not."""
+        """Returns the bytes to move.
+
+        Raises ``CopyError`` for a misaligned transfer, which some kernels let pass.
+        """
         size = HEADER_BYTES + align_up(extent.length)
         if not 0 <= area < self.areas or not HEADER_BYTES < size <= self._area_bytes:
             raise CopyError(f"a payload of {extent.length} bytes in staging area {area}")
@@ -89,7 +95,7 @@ class FileMedia:
             )
         return self.memory[start : start + size]
 
-    def _all(self, move: Io, view: memoryview, offset: int, done: str) -> None:
+    def _move_all(self, move: Io, view: memoryview, offset: int, done: str) -> None:
         moved = 0
         while moved < len(view):  # at most 2 GiB at once
             count = move(self._fd, [view[moved:]], offset + moved)

@@ -1,8 +1,8 @@
-"""Where an extent is: sizes and offsets that the engine and every worker agree on.
+"""Sizes and offsets of extents, on which the engine and every worker agree.
 
-Each distinct shard of the KV has a file or block device of its own: a superblock, in the first one the table of what
-each slot holds, then the extents. Slot ``n`` is extent ``n`` in each of them: a header page, then that shard's payload,
-padded to 4,096.
+Each distinct shard of the KV has a file or block device of its own. It begins with a superblock; in
+the first file the table follows; then come the extents. Slot ``n`` is extent ``n`` in each of them:
+a header page, then that shard's payload, padded to 4,096 bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,22 @@ MAX_AREAS: Final = 256  # chunks of one rank on their way at a time; more would 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """``extent_bytes[i]``: an extent of shard ``i``, header page included; ``offsets[i]``: where its first one is."""
+    """Number of slots, and for each shard the layout of its file.
+
+    ``extent_bytes[i]`` is an extent of shard ``i``, header page included; ``offsets[i]`` is the
+    byte offset of its first extent.
+    """
 
     slots: int
     extent_bytes: tuple[int, ...]
     offsets: tuple[int, ...]
 
     @classmethod
-    def of_files(cls, layout: ChunkLayout, slots: int) -> Geometry:
-        """Extents behind a superblock and, in the first file, the table."""
+    def with_files(cls, layout: ChunkLayout, slots: int) -> Geometry:
+        """Returns the geometry of files:
+
+        extents behind a superblock and, in the first file, the table.
+        """
         sizes = extent_bytes(layout)
         table = align_up(slots * RECORD_BYTES)
         return cls(
@@ -38,8 +45,8 @@ class Geometry:
         )
 
     @classmethod
-    def bare(cls, layout: ChunkLayout, slots: int) -> Geometry:
-        """Extents alone."""
+    def without_files(cls, layout: ChunkLayout, slots: int) -> Geometry:
+        """Returns the geometry of extents without superblock and table."""
         sizes = extent_bytes(layout)
         return cls(slots, sizes, (0,) * len(sizes))
 
@@ -49,10 +56,15 @@ class Geometry:
         return sum(self.extent_bytes)
 
     def file_bytes(self, shard: int) -> int:
+        """Bytes of a shard's file."""
         return self.offsets[shard] + self.slots * self.extent_bytes[shard]
 
     def place(self, slot: int, lengths: tuple[int, ...], tag: bytes) -> Place:
-        """Of each shard the extent's offset and its payload's length: the header page, ``tag`` in it, comes first."""
+        """Returns the place of a slot: for each shard its extent's offset and its payload's length
+        in bytes.
+
+        A span begins at the header page, which must hold ``tag``.
+        """
         offsets = (
             first + slot * size for first, size in zip(self.offsets, self.extent_bytes, strict=True)
         )
@@ -60,32 +72,37 @@ class Geometry:
 
 
 def extent_bytes(layout: ChunkLayout) -> tuple[int, ...]:
-    """An extent of each shard, large enough for a chunk of any group."""
+    """Returns the bytes of an extent of each shard, enough for a chunk of any group."""
     payloads = zip(*(group.payload_lengths for group in layout.groups), strict=True)
     return tuple(HEADER_BYTES + align_up(max(lengths)) for lengths in payloads)
 
 
 def slots_in(sizes: Sequence[int], total_bytes: int) -> int:
-    """How many slots fit into ``total_bytes`` over all files, superblocks and table included. ``sizes``: of extents."""
+    """Returns how many slots fit into ``total_bytes`` over all files, superblocks and table
+    included.
+
+    ``sizes`` are the bytes of an extent of each shard.
+    """
     left = total_bytes - len(sizes) * SUPERBLOCK_BYTES - ALIGN
     return max(0, left // (sum(sizes) + RECORD_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class DirectRef:
-    """What a worker needs to reach its extents. Plain data: send it in any way.
+    """Plain data with which a worker reaches its extents.
 
-    ``paths`` and ``set_id``, which every file's superblock says: of the engine ``file``.
+    ``engine`` is ``file`` or ``rds``. ``paths`` and ``set_id``, which is in every file's
+    superblock, are for ``file`` only. ``staging_bytes`` is of one rank.
     """
 
     engine: str
     geometry: Geometry
-    staging_bytes: int  # of one rank
+    staging_bytes: int
     threads: int
     failure_policy: str
     paths: tuple[str, ...] = ()
     set_id: bytes = b""
 
     def areas(self, shard: int) -> int:
-        """Staging areas of the rank that holds this shard."""
+        """Number of staging areas of the rank that holds ``shard``."""
         return max(1, min(MAX_AREAS, self.staging_bytes // self.geometry.extent_bytes[shard]))

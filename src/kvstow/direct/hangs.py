@@ -1,4 +1,4 @@
-"""Whether direct storage is bypassed, in the scheduler's process: workers say whose NVMe hangs."""
+"""Bypass of direct storage, in the scheduler's process, while a worker's NVMe does not answer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ logger = logging.getLogger("kvstow")
 WORKING, BYPASSED = 0, 2  # of ``tier_state``: as a breaker that is closed, or open
 
 
-class Hangs:
-    """True while there is a rank whose NVMe does not answer: no chunk is whole without it."""
+class HungRanks:
+    """The ranks whose NVMe does not answer.
+
+    True while there is one: no chunk is whole without it.
+    """
 
     def __init__(self, metrics: Metrics, *, used: bool) -> None:
-        """``used``: chunks have their places in direct storage. Without, no rank is ever heard of."""
+        """``used`` is False where chunks are not in direct storage; then no rank ever reports."""
         self._metrics = metrics
         self._ranks: set[tuple[int, int]] = set()
         if used:
@@ -25,8 +28,12 @@ class Hangs:
     def __bool__(self) -> bool:
         return bool(self._ranks)
 
-    def heard(self, ranks: Mapping[tuple[int, int], bool]) -> None:
-        """Ranks whose NVMe hangs from now on, or does no more. Says so where that changes anything."""
+    def update(self, ranks: Mapping[tuple[int, int], bool]) -> None:
+        """Takes reports:
+
+        True for a rank whose NVMe hangs, False for one that works again. Logs a change of the
+        whole.
+        """
         before = bool(self)
         self._ranks = {rank for rank in self._ranks | ranks.keys() if ranks.get(rank, True)}
         if bool(self) is not before:

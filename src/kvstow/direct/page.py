@@ -1,12 +1,12 @@
-"""An extent's header page: whose KV is behind it.
+"""An extent's header page, which identifies the payload behind it.
 
 ====== ====== =====================================================================================
-offset length field (little-endian; what is not named is zero)
+offset length field (little-endian; all other bytes are zero)
 ====== ====== =====================================================================================
 0      8      magic ``KVSTOWX1``
 8      4      flags: 1, the payload's checksum is there
 12     4      shard
-16     8      generation: of all fillings of the engine's slots the how-manieth this was
+16     8      generation: number of this filling among all fillings of the engine's slots
 24     8      payload length
 32     2      length of the key
 34     98     key: namespace, group, prefix hash
@@ -37,12 +37,15 @@ _GENERATION_BYTES: Final = 8
 
 
 def tag_of(key: ChunkKey, generation: int) -> bytes:
-    """What a place says of its extent."""
+    """Returns the identity of one filling: its generation and key."""
     return generation.to_bytes(_GENERATION_BYTES, "little") + key
 
 
 def seal_page(tag: bytes, shard: int, length: int, checksum: bytes | None) -> bytes:
-    """A header page. ``checksum``: of the payload; None where the payload did not pass the host."""
+    """Returns a header page.
+
+    ``checksum`` is the payload's XXH3-128, or None where the payload did not pass the host.
+    """
     key = tag[_GENERATION_BYTES:]
     if not 1 <= len(key) <= MAX_KEY_BYTES:
         raise FrameError(f"a key of {len(key)} bytes")
@@ -58,7 +61,10 @@ def seal_page(tag: bytes, shard: int, length: int, checksum: bytes | None) -> by
 
 
 def check_page(page: bytes | memoryview, tag: bytes, shard: int, length: int) -> bytes | None:
-    """The payload's checksum, if the page has one. Raises ``FrameError`` unless it is this very filling's page."""
+    """Returns the payload's checksum, or None where the page has none.
+
+    Raises ``FrameError`` unless the page is intact and belongs to this filling, shard and length.
+    """
     if (
         len(page) != HEADER_BYTES
         or xxh3_128_digest(page[:_HEADER_CHECKSUM_AT]) != page[_HEADER_CHECKSUM_AT:]

@@ -3,10 +3,13 @@
     store   waits for an area ─> pages to area ─> area to extent ─> done
     load    waits for an area ─> extent to area, checked ─> area to pages ─> done
 
-Chunks go one by one, as areas become free, so that a prompt may be larger than the staging; while one is on NVMe the
-next is copied. Where NVMe hangs they fail, after a while; an area that it may yet use stays its own until it answers.
-From the first that hung NVMe is not asked, and everything fails at once, until a trial, which nothing waits for, is
-answered: it reads the extent that hung.
+Chunks start one by one as areas become free, so a prompt may be larger than the staging memory.
+While one chunk is on NVMe the next one is copied.
+
+A chunk on NVMe for more than ``HUNG_S`` fails, and NVMe counts as hung. Its staging area stays
+reserved until the call returns. While NVMe is hung every transfer fails at once; only a trial,
+which reads the extent that hung and which no request waits for, is sent to it. An answered trial
+ends that state.
 """
 
 from __future__ import annotations
@@ -25,38 +28,41 @@ from kvstow.runtime import Clock, Executor
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
-DRAIN_TIMEOUT_S = 30.0  # gigabytes at the speed of a slow disk
-HUNG_S = 30.0  # of one chunk on NVMe, and of nothing that ends while others wait
-ASIDE_S = 10.0  # between two things that nobody waits for: trials, scrubs
-_ANSWERS: Final = (OSError, CopyError, FrameError)  # besides success
+DRAIN_TIMEOUT_S: Final = 30.0  # gigabytes at the speed of a slow disk
+HUNG_S: Final = 30.0  # one chunk on NVMe, or no transfer that ends while others wait
+BACKGROUND_PAUSE_S: Final = 10.0  # between trials of hung NVMe, and between scrubs
+_ANSWERS: Final = (OSError, CopyError, FrameError)  # NVMe answered, with an error
 
 
-class Copied(NamedTuple):
-    """The end of a copy between pages and an area."""
+class CopyEnd(NamedTuple):
+    """The end of a copy between pages and an area. ``error`` is None when it succeeded."""
 
     ticket: int
     error: str | None
     moved_bytes: int
 
 
-class Mover(Protocol[T_contra]):
-    """Copies between pages and staging areas: a device, seen from here."""
+class PageCopier(Protocol[T_contra]):
+    """Copies between pages and staging areas: the part of a device that a pipeline needs."""
 
     def start(self, ticket: int, item: T_contra, area: int, *, load: bool, length: int) -> None:
-        """``length``: of the payload."""
+        """Starts a copy of ``length`` payload bytes."""
         ...
 
-    def ended(self) -> Iterable[Copied]:
-        """Each once."""
+    def ended(self) -> Iterable[CopyEnd]:
+        """Returns the copies that ended since the last call, each once."""
         ...
 
     def fence(self, tickets: Sequence[int]) -> None:
-        """As a device's. Raises ``CopyError``."""
+        """Orders these copies against later work, like ``Device.fence``. Raises ``CopyError``."""
         ...
 
 
-class Ended(NamedTuple):
-    """A job's end. ``failed``: indices of its items; ``io_failed``: how many of them for NVMe's sake."""
+class JobEnd(NamedTuple):
+    """The end of a job.
+
+    ``failed`` has the indices of its failed items; ``io_failed`` counts those that failed on NVMe.
+    """
 
     ticket: int
     load: bool
@@ -85,69 +91,75 @@ class _Item(Generic[T]):
     item: T
     extent: Extent
     area: int = -1
-    began_s: float | None = None  # on NVMe; written by the thread that moves it
+    began_s: float | None = None  # when its call began; written by the call's thread
 
 
 class Pipeline(Generic[T]):
-    """Owner's thread only; nothing but ``fence`` and ``close`` waits. ``executor``, closed with this, runs the media's
-    calls. A quarter of the areas is kept for loads, which requests wait for."""
+    """Runs jobs of transfers. Owner's thread only; only ``fence``, ``drain`` and ``close`` wait.
 
-    def __init__(self, media: Media, mover: Mover[T], executor: Executor, clock: Clock) -> None:
+    ``executor`` runs the media's calls and is closed with this object. A quarter of the areas is
+    reserved for loads, since requests wait for them.
+    """
+
+    def __init__(
+        self, media: Media, copier: PageCopier[T], executor: Executor, clock: Clock
+    ) -> None:
         self._media = media
-        self._mover = mover
+        self._copier = copier
         self._executor = executor
         self._clock = clock
         self._areas = list(range(media.areas))
         self._kept_for_loads = min(media.areas // 4, media.areas - 1)
         self._loads: deque[_Item[T]] = deque()
         self._stores: deque[_Item[T]] = deque()
-        self._copying: dict[int, _Item[T]] = {}  # by the mover's ticket
-        self._moving: set[_Item[T]] = set()  # given to the executor, and not given up
+        self._copying: dict[int, _Item[T]] = {}  # by the copier's ticket
+        self._moving: set[_Item[T]] = set()  # on the executor, and not failed yet
         self._progress_s = clock.monotonic()
         self._hung: Extent | None = None
-        self._aside = False  # whether a trial or a scrub is under way
-        self._aside_s = self._progress_s + ASIDE_S  # not sooner
+        self._background_running = False  # whether a trial or a scrub is under way
+        self._next_background_s = self._progress_s + BACKGROUND_PAUSE_S  # not sooner
         self._next = 0
         self._jobs: dict[int, _Job] = {}
-        self._ended: list[Ended] = []
+        self._ended: list[JobEnd] = []
         self._closed = False
 
     @property
     def hung(self) -> bool:
-        """Whether NVMe did not answer, and has not since."""
+        """Whether NVMe has stopped answering."""
         return self._hung is not None
 
     def submit(self, ticket: int, items: Sequence[tuple[T, Extent]], *, load: bool) -> None:
-        """Start a job of at least one item."""
+        """Starts a job of at least one item."""
         job = self._jobs[ticket] = _Job(ticket, load, len(items), self._clock.monotonic())
         queue = self._loads if load else self._stores
         queue.extend(_Item(job, index, item, extent) for index, (item, extent) in enumerate(items))
         self._fill()
 
-    def ended(self) -> list[Ended]:
-        """Take what has ended, start what can begin; each job's end once."""
+    def ended(self) -> list[JobEnd]:
+        """Advances every transfer. Returns the jobs that ended since the last call, each once."""
         self._advance()
         ended, self._ended = self._ended, []
         return ended
 
     def fence(self, tickets: Sequence[int]) -> None:
-        """What these jobs have not begun to copy out of pages is given up; what they have is waited for, NVMe is not.
+        """Ends these jobs' use of pages.
 
-        Raises ``CopyError`` as the mover does.
+        Stores that have not begun to copy pages fail; copies in progress are waited for, NVMe is
+        not. Raises ``CopyError`` when the copier does.
         """
         wanted = set(tickets)
         for item in [item for item in self._stores if item.job.ticket in wanted]:
             self._stores.remove(item)
             self._end(item, "given up: its pages were needed before staging had room")
         copying = [number for number, item in self._copying.items() if item.job.ticket in wanted]
-        self._mover.fence(copying)
+        self._copier.fence(copying)
 
     def drain(self) -> None:
         """Wait, at most ``DRAIN_TIMEOUT_S``, until every job has ended; ``ended`` tells how."""
         deadline_s = self._clock.monotonic() + DRAIN_TIMEOUT_S
         while self._jobs:
             with suppress(CopyError):
-                self._mover.fence(tuple(self._copying))
+                self._copier.fence(tuple(self._copying))
             self._advance()
             left_s = deadline_s - self._clock.monotonic()
             if left_s <= 0 or (
@@ -156,7 +168,7 @@ class Pipeline(Generic[T]):
                 return
 
     def close(self) -> None:
-        """End everything, waiting a bounded time; what has not begun is given up."""
+        """Ends everything: waits a bounded time for transfers in progress and fails the others."""
         if self._closed:
             return
         self._closed = True
@@ -165,12 +177,14 @@ class Pipeline(Generic[T]):
                 self._end(queue.popleft(), "the device is closed")
         self.drain()
         self._executor.poll()
-        hangs = self._executor.outstanding > self._aside or (self.hung and self._aside)
+        hangs = self._executor.outstanding > self._background_running or (
+            self.hung and self._background_running
+        )
         if self._executor.close(0.0 if hangs else DRAIN_TIMEOUT_S):
             self._media.close()  # else a thread may still use its descriptor
 
     def _advance(self) -> None:
-        for copied in self._mover.ended():
+        for copied in self._copier.ended():
             item = self._copying.pop(copied.ticket, None)
             if item is None:
                 continue
@@ -181,12 +195,14 @@ class Pipeline(Generic[T]):
             else:
                 self._io(item, self._media.write)
         self._executor.poll()
-        self._give_up()
+        self._fail_late()
         self._fill()
-        self._do_aside()
+        self._start_background()
 
-    def _give_up(self) -> None:
-        """End what does not get on, so that no request waits for it and no page is kept for it."""
+    def _fail_late(self) -> None:
+        """Fails transfers that make no progress, so that no request waits for them and no page is
+        held.
+        """
         now_s = self._clock.monotonic()
         late = [
             item
@@ -200,10 +216,10 @@ class Pipeline(Generic[T]):
             stuck = min(
                 self._moving, key=lambda item: inf if item.began_s is None else item.began_s
             )
-            self._hung, self._aside_s = stuck.extent, now_s + ASIDE_S
+            self._hung, self._next_background_s = stuck.extent, now_s + BACKGROUND_PAUSE_S
         what = "NVMe did not answer" if self.hung else "no staging was free"
         for item in late:
-            self._drop(item, f"given up: {what} within {HUNG_S:g} s")
+            self._drop(item, f"{what} within {HUNG_S:g} s")
         for item in [*self._moving, *self._loads, *self._stores] if self.hung else ():
             if item.began_s is None:
                 self._drop(item, "not asked: NVMe does not answer")
@@ -211,36 +227,39 @@ class Pipeline(Generic[T]):
     def _drop(self, item: _Item[T], why: str) -> None:
         if item in self._moving:
             self._moving.remove(item)
-            item.area = -1  # ``_moved`` brings it back
+            item.area = -1  # ``_moved`` returns it when the call ends
         else:
             (self._loads if item.job.load else self._stores).remove(item)
         item.job.io_failed += self.hung
         self._end(item, why)
 
-    def _do_aside(self) -> None:
-        """What nobody waits for, one at a time: where NVMe hung, ask for that extent once more, and an error is an
-        answer, too; where it has nothing to do, a scrub."""
+    def _start_background(self) -> None:
+        """Starts one background call: a trial while NVMe is hung, else a scrub when there are no
+        jobs.
+
+        A trial that ends with an error counts as answered.
+        """
         hung = self._hung
-        busy = self._aside or not self._areas or (hung is None and self._jobs)
-        if busy or self._closed or self._clock.monotonic() < self._aside_s:
+        busy = self._background_running or not self._areas or (hung is None and self._jobs)
+        if busy or self._closed or self._clock.monotonic() < self._next_background_s:
             return
         area = self._areas.pop()
 
         def ended(_: None, error: BaseException | None) -> None:
-            self._aside = False
+            self._background_running = False
             self._areas.append(area)
-            self._aside_s = self._clock.monotonic() + ASIDE_S
+            self._next_background_s = self._clock.monotonic() + BACKGROUND_PAUSE_S
             if hung is not None and (error is None or isinstance(error, _ANSWERS)):
                 self._hung, self._progress_s = None, self._clock.monotonic()
 
         media = self._media
         work = partial(media.scrub, area) if hung is None else partial(media.probe, area, hung)
-        self._aside = self._executor.submit(work, ended, urgent=hung is not None)
-        if not self._aside:
+        self._background_running = self._executor.submit(work, ended, urgent=hung is not None)
+        if not self._background_running:
             self._areas.append(area)
 
     def _fill(self) -> None:
-        """Give free areas to what waits."""
+        """Starts waiting transfers on free areas."""
         while self._areas and self._loads and self._hung is None:
             item = self._loads.popleft()
             item.area = self._areas.pop()
@@ -253,7 +272,7 @@ class Pipeline(Generic[T]):
     def _copy(self, item: _Item[T]) -> None:
         number, self._next = self._next, self._next + 1
         self._copying[number] = item
-        self._mover.start(
+        self._copier.start(
             number, item.item, item.area, load=item.job.load, length=item.extent.length
         )
 
@@ -303,5 +322,5 @@ class Pipeline(Generic[T]):
         why = next(iter(job.failed.values()), None)
         failed = tuple(sorted(job.failed))
         self._ended.append(
-            Ended(job.ticket, job.load, failed, job.io_failed, why, job.moved_bytes, seconds)
+            JobEnd(job.ticket, job.load, failed, job.io_failed, why, job.moved_bytes, seconds)
         )

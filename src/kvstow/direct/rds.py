@@ -1,10 +1,11 @@
-"""The engine ``rds``: RBLN Direct Storage. Payloads go between device memory and NVMe and never pass the host.
+"""The media ``rds``: RBLN Direct Storage, between device memory and NVMe without passing the host.
 
-From ``rebel.rds``, as far as it is publicly known: a ``Chunk`` is space on NVMe; a transfer moves whole bound areas;
-``sync_to_device`` must come before a write and ``mark_device_updated`` after a read, else stale bytes are used in
-silence; a tensor must have been allocated before the first ``Chunk``. A ``Chunk`` can't be opened again, so nothing
-outlives the process. Each slot has a chunk of its own, made when the slot is first filled: it needs no size beforehand,
-and where NVMe is full that one filling fails.
+The public facts about ``rebel.rds``: a ``Chunk`` is space on NVMe. A transfer moves whole bound
+areas. ``sync_to_device`` must precede a write and ``mark_device_updated`` must follow a read;
+without them stale bytes are used silently. A tensor must be allocated before the first ``Chunk``. A
+``Chunk`` can't be opened again, so nothing outlives the process. Each slot has a ``Chunk`` of its
+own, made when the slot is first filled: no size is needed beforehand, and where NVMe is full that
+one filling fails.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvstow.layout import ALIGN, HEADER_BYTES, align_up
 
 logger = logging.getLogger("kvstow")
 
-SAMPLE: Final = 64  # of how many slots the payload of one is scrubbed, through the host
+SCRUB_INTERVAL_SLOTS: Final = 64  # one slot in as many carries a checksum and is scrubbed
 
 
 class Area(Protocol):
@@ -33,11 +34,11 @@ class Area(Protocol):
     def address(self) -> int: ...
 
     def put(self, data: bytes) -> None:
-        """From host memory; as many bytes as the area has."""
+        """Copies ``data``, as many bytes as the area has, from host memory."""
         ...
 
     def get(self) -> bytes:
-        """Into host memory."""
+        """Copies the area into host memory."""
         ...
 
 
@@ -52,7 +53,10 @@ class Staged(Protocol):
 
 
 def load() -> tuple[Any, Any]:
-    """``rebel.rds`` and ``rebel._C.vmem``. Raises ``UnsupportedError``, saying what is missing."""
+    """Imports ``rebel.rds`` and ``rebel._C.vmem``.
+
+    Raises ``UnsupportedError`` with what is missing.
+    """
     try:
         rds: Any = importlib.import_module("rebel.rds")
         vmem: Any = importlib.import_module("rebel._C").vmem
@@ -71,7 +75,10 @@ def load() -> tuple[Any, Any]:
 
 
 class RdsMedia:
-    """``api``: of ``load``; ``staged``: the areas, allocated before this. Not thread-safe: give it one thread."""
+    """``Media`` over RDS. Not thread-safe: its executor has one thread.
+
+    ``api`` is the result of ``load``; ``staged`` are the areas, allocated before this object.
+    """
 
     name = "RDS"
 
@@ -82,7 +89,7 @@ class RdsMedia:
         shard: int,
         staged: Sequence[Staged],
         extent_bytes: int,
-        sample: int = SAMPLE,
+        scrub_interval_slots: int = SCRUB_INTERVAL_SLOTS,
     ) -> None:
         self.areas = len(staged)
         self._rds, self._vmem = api
@@ -90,15 +97,15 @@ class RdsMedia:
         self._shard = shard
         self._staged = staged
         self._extent_bytes = extent_bytes
-        self._sample = sample
+        self._scrub_interval_slots = scrub_interval_slots
         self._chunks: dict[int, Any] = {}
-        self._sampled: dict[int, Extent] = {}  # in the order in which they are scrubbed
+        self._checksummed: dict[int, Extent] = {}  # in the order in which they are scrubbed
 
     def write(self, area: int, extent: Extent) -> None:
         slot, staged = self._slot(extent), self._staged[area]
         checksum = None
-        self._sampled.pop(slot, None)
-        if slot % self._sample == 0:
+        self._checksummed.pop(slot, None)
+        if slot % self._scrub_interval_slots == 0:
             checksum = xxh3_128_digest(staged.payload.get()[: extent.length])
         staged.page.put(seal_page(extent.tag, self._shard, extent.length, checksum))
         try:
@@ -109,13 +116,16 @@ class RdsMedia:
         except (RuntimeError, ValueError) as error:
             raise CopyError(str(error)) from error
         if checksum is not None:
-            self._sampled[slot] = extent
+            self._checksummed[slot] = extent
 
     def read(self, area: int, extent: Extent) -> None:
         self._read(area, extent)
 
     def probe(self, area: int, extent: Extent) -> None:
-        """Where a slot has no chunk, making it may be what hung."""
+        """Reads like ``read``, and makes the slot's chunk first:
+
+        that call may be the one that hung.
+        """
         try:
             self._chunk(self._slot(extent))
         except (RuntimeError, ValueError) as error:
@@ -123,7 +133,7 @@ class RdsMedia:
         self._read(area, extent)
 
     def _read(self, area: int, extent: Extent) -> bytes | None:
-        """``read``; gives the payload's checksum, where there is one."""
+        """Reads like ``read``. Returns the payload's checksum, or None where it has none."""
         slot, staged = self._slot(extent), self._staged[area]
         chunk = self._chunks.get(slot)
         if chunk is None:
@@ -139,18 +149,18 @@ class RdsMedia:
         return checksum
 
     def scrub(self, area: int) -> None:
-        """The payload of the next sampled slot, through the host."""
-        if not self._sampled:
+        """Checks the payload of the next checksummed slot, through the host."""
+        if not self._checksummed:
             return
-        slot = next(iter(self._sampled))
-        extent = self._sampled[slot] = self._sampled.pop(slot)
+        slot = next(iter(self._checksummed))
+        extent = self._checksummed[slot] = self._checksummed.pop(slot)
         try:
             checksum = self._read(area, extent)
             intact = xxh3_128_digest(self._staged[area].payload.get()[: extent.length]) == checksum
         except FrameError:
             intact = False
         if not intact:
-            del self._sampled[slot]
+            del self._checksummed[slot]
             logger.error(
                 "RDS scrub: a chunk is not what was written to NVMe. It is a miss from now on"
             )
@@ -163,7 +173,7 @@ class RdsMedia:
         return check_page(staged.page.get(), extent.tag, self._shard, extent.length)
 
     def _move(self, move: Any, area: Area, offset: int, stream: Any, *, sync: bool = False) -> None:
-        """All buffers of an area, one behind the other from ``offset``."""
+        """Moves all buffers of an area, one behind the other from byte ``offset`` of the chunk."""
         if sync:
             self._vmem.sync_to_device(area.address)
         buffers = self._vmem.get_device_buffers(area.address)

@@ -1,10 +1,15 @@
-"""Which chunk each slot holds, kept across restarts: a record a slot, in the first file, behind its superblock.
+"""The table of direct storage: which chunk each slot holds, kept across restarts.
 
-A record: generation (u64), key length (u16), key (98), zeros, XXH3-64 of the 120 bytes before; all zero: nothing.
-Records are written through the page cache on a thread of their own: a killed process loses those of its last step,
-never one in part. After a power cut a record may be stale or torn. The first is caught by its extent's header page,
-which must name the same key and generation, the second by its own checksum: so nothing here needs to be flushed, and
-the order against the extents' writes does not matter.
+It has one record for each slot and lies in the first file, behind the superblock.
+
+A record is: generation (u64), key length (u16), key (98 bytes), zeros, XXH3-64 of the 120 bytes
+before. An empty slot's record is all zero.
+
+Records are written through the page cache on a thread of their own. A killed process loses the
+records of its last step, each of them whole. After a power cut a record may be stale or torn. A
+stale one is caught by its extent's header page, which must have the same key and generation, and a
+torn one by its own checksum. So no flush is needed, and the order against the extents' writes does
+not matter.
 """
 
 from __future__ import annotations
@@ -33,14 +38,16 @@ _LEAST_KEY_BYTES: Final = NAMESPACE_BYTES + 3
 
 
 def record(key: ChunkKey, generation: int) -> bytes:
+    """Packs one record."""
     body = _BODY.pack(generation, len(key), key)
     return body + xxh3_64_digest(body)
 
 
 def entries(data: bytes, slots: int) -> list[tuple[int, int, ChunkKey]]:
-    """``(generation, slot, key)`` of every whole record, of a key's several the latest, in order of generation.
+    """Returns ``(generation, slot, key)`` of every intact record, in order of generation.
 
-    A generation that no filling can have reached is no record: those after it must have room to count on.
+    Of several records of a key the latest counts. A record whose generation no filling can have
+    reached is ignored, since later generations count on from the highest.
     """
     latest: dict[ChunkKey, tuple[int, int]] = {}
     for slot in range(min(slots, len(data) // RECORD_BYTES)):
@@ -55,7 +62,10 @@ def entries(data: bytes, slots: int) -> list[tuple[int, int, ChunkKey]]:
 
 
 class Table:
-    """Owner's thread only; ``fd``, owned by the caller, is written on ``executor``, which this closes."""
+    """Keeps the table up to date. Owner's thread only.
+
+    Writes to ``fd``, which the caller owns, run on ``executor``, which this object closes.
+    """
 
     def __init__(self, fd: int, slots: int, executor: Executor, clock: Clock) -> None:
         self._fd = fd
@@ -67,7 +77,10 @@ class Table:
         self._failed = False
 
     def read(self) -> list[tuple[int, int, ChunkKey]]:
-        """What an earlier engine left: see ``entries``; nothing where it can't be read. Blocks: for the start."""
+        """Returns the entries that an earlier engine left; none where the table can't be read.
+
+        Blocks.
+        """
         try:
             return entries(
                 os.pread(self._fd, self._slots * RECORD_BYTES, SUPERBLOCK_BYTES), self._slots
@@ -77,9 +90,11 @@ class Table:
             return []
 
     def put(self, slot: int, key: ChunkKey, generation: int) -> None:
+        """Records what the slot holds, with the next write."""
         self._dirty[slot] = record(key, generation)
 
     def clear(self, slot: int) -> None:
+        """Records that the slot is empty, with the next write."""
         self._dirty[slot] = _EMPTY
 
     def poll(self) -> None:
@@ -90,13 +105,16 @@ class Table:
             self._executor.submit(lambda: self._write(batch), self._written)
 
     def busy(self) -> bool:
-        """Whether something is to be written, by an executor that gets on with it."""
+        """Whether writes are pending and have made progress within ``WORK_DEADLINE_S``."""
         if self._executor.outstanding:
             return self._clock.monotonic() - self._since_s < WORK_DEADLINE_S
         return bool(self._dirty)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is left, for at most ``timeout_s``. False: a write hangs, and may yet go on, on ``fd``."""
+        """Writes pending records, for at most ``timeout_s``.
+
+        False: a write hangs and may still touch ``fd``.
+        """
         deadline_s = self._clock.monotonic() + timeout_s
         while self._dirty or self._executor.outstanding:
             self.poll()

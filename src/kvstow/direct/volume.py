@@ -1,7 +1,7 @@
-"""The files or block devices of direct storage: made, recognised, locked, and opened by the workers.
+"""Creates, recognises and locks the files or block devices of direct storage.
 
-Nothing that is not kvstow's is written to unless the user says so (``direct.format``): an empty file is, and what
-begins with a superblock of ours, whose geometry may be another; then it starts empty.
+Without ``direct.format`` only an empty file, or one that begins with a kvstow superblock, is
+written to. A file whose superblock has another geometry starts empty.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ZEROS: Final = bytes(1 << 20)
 
 
 class Superblock(NamedTuple):
-    """The first page of a file. ``slots`` 0: being formatted."""
+    """The first page of a file. ``slots`` is 0 while the file is being formatted."""
 
     set_id: bytes
     shard: int
@@ -55,7 +55,7 @@ class Superblock(NamedTuple):
 
 
 def read_superblock(fd: int) -> Superblock | None:
-    """None: not a file of ours."""
+    """Reads a file's superblock. None: the file is not kvstow's."""
     page = mmap.mmap(-1, SUPERBLOCK_BYTES)  # aligned, as direct I/O wants it
     if os.preadv(fd, [page], 0) != SUPERBLOCK_BYTES or page[:8] != MAGIC:
         return None
@@ -65,7 +65,7 @@ def read_superblock(fd: int) -> Superblock | None:
 
 
 class Volume(NamedTuple):
-    """Files, one a shard, open and locked. ``fds[0]`` holds the table."""
+    """The open, locked files, one for each shard. ``fds[0]`` holds the table."""
 
     paths: tuple[str, ...]
     fds: tuple[int, ...]
@@ -73,10 +73,12 @@ class Volume(NamedTuple):
 
 
 def paths_for(given: Sequence[str], shards: int, engine: int) -> tuple[str, ...]:
-    """The file or block device of each shard. ``engine``: which of the host's data parallel engines this is.
+    """Returns the file or block device of each shard.
 
-    One path that isn't a file or block device is a directory for all; else there is one for each shard of each engine,
-    each a directory, a file or a block device. Raises ``SettingsError``.
+    ``engine`` is the index of this engine among the host's data parallel engines. A single path
+    that is neither a file nor a block device is a directory for all shards. Otherwise ``given``
+    names one directory, file or block device for each shard of each engine. Raises
+    ``SettingsError``.
     """
     if len(given) == 1 and not _is_volume(given[0]):
         return tuple(_within(given[0], engine, shard) for shard in range(shards))
@@ -93,7 +95,10 @@ def paths_for(given: Sequence[str], shards: int, engine: int) -> tuple[str, ...]
 
 
 def device_bytes(path: str) -> int | None:
-    """Size of a block device; None: it isn't one. Raises ``SettingsError`` where it can't be read."""
+    """Returns the bytes of a block device.
+
+    None: ``path`` isn't one. Raises ``SettingsError`` where it can't be read.
+    """
     try:
         if not stat.S_ISBLK(os.stat(path).st_mode):
             return None
@@ -111,7 +116,10 @@ def device_bytes(path: str) -> int | None:
 def open_volume(
     paths: Sequence[str], geometry: Geometry, *, consent: bool, lock_timeout_s: float
 ) -> Volume:
-    """Lock every file, and format them all unless they are one set of this geometry. Raises ``SettingsError``."""
+    """Locks every file, and formats them all unless they are one set of this geometry.
+
+    ``consent`` allows formatting of what isn't kvstow's. Raises ``SettingsError``.
+    """
     if len({os.path.realpath(path) for path in paths}) < len(paths):
         raise SettingsError(
             f"direct.path: {', '.join(paths)}: each rank needs a file or block device of its own"
@@ -134,7 +142,9 @@ def open_volume(
         set_id = blocks[0].set_id if blocks[0] is not None else b""
         if blocks == [_superblock(set_id, geometry, shard) for shard in range(len(fds))]:
             for fd, path, shard in zip(fds, paths, range(len(fds)), strict=True):
-                _allocate(fd, path, geometry.file_bytes(shard))  # as it was, unless somebody cut it
+                _allocate(
+                    fd, path, geometry.file_bytes(shard)
+                )  # does nothing unless the file was truncated
             return Volume(tuple(paths), tuple(fds), set_id)
         if any(block is not None and block.slots for block in blocks):
             logger.warning(
@@ -150,7 +160,10 @@ def open_volume(
 
 
 def open_extents(path: str, set_id: bytes, geometry: Geometry, shard: int) -> int:
-    """A worker's descriptor of its shard, for direct I/O. Raises ``UnsupportedError``."""
+    """Opens a worker's shard for direct I/O and returns the descriptor.
+
+    Raises ``UnsupportedError`` where it isn't the file that the engine opened.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
@@ -235,7 +248,7 @@ def _superblock(set_id: bytes, geometry: Geometry, shard: int) -> Superblock:
 
 
 def _format(fds: Sequence[int], paths: Sequence[str], geometry: Geometry) -> bytes:
-    """Make all files an empty set. Killed in between, they are ours, and no set."""
+    """Makes all files an empty set. After a kill in between they are kvstow's, but no set."""
     set_id = secrets.token_bytes(16)
     for shard, (fd, path) in enumerate(zip(fds, paths, strict=True)):
         os.pwrite(fd, _superblock(set_id, geometry, shard)._replace(slots=0).pack(), 0)

@@ -12,7 +12,7 @@ from kvstow import build
 from kvstow.device.base import Device, Finished, KVCache, KVSpec, Transfer
 from kvstow.direct.base import Extent, Media, Staging
 from kvstow.direct.geometry import DirectRef
-from kvstow.direct.pipeline import Copied, Pipeline
+from kvstow.direct.pipeline import CopyEnd, Pipeline
 from kvstow.errors import CopyError, UnsupportedError
 from kvstow.layout import HEADER_BYTES, GroupPages, Place, Span
 from kvstow.runtime import Clock, Executor, SystemClock
@@ -30,9 +30,9 @@ class _Mover:
         copy = self._inner.copy_in if load else self._inner.copy_out
         copy(ticket, [Transfer(place, item.block_ids, item.first_block, item.group)])
 
-    def ended(self) -> Iterable[Copied]:
+    def ended(self) -> Iterable[CopyEnd]:
         return [
-            Copied(
+            CopyEnd(
                 end.ticket,
                 (end.error or "the copy failed") if end.failed else None,
                 end.moved_bytes,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstow.cache import Cache, Found
-from kvstow.direct.hangs import Hangs
+from kvstow.direct.hangs import HungRanks
 from kvstow.errors import UnsupportedError
 from kvstow.key import Namespace
 from kvstow.metrics import Metrics
@@ -57,7 +57,7 @@ class SchedulerSide:
         self._mount = mount
         self._ranks = len(mount.shards)
         self._mounted = 0
-        self._hung = Hangs(
+        self._hung = HungRanks(
             metrics, used=engine.place_tier == "direct"
         )  # while it is true, direct storage is bypassed
         self._loads = loads
@@ -343,7 +343,7 @@ class SchedulerSide:
             if self._mounted >= self._ranks:
                 self._on_mounted()
                 logger.info("Host pool mapped by %d of %d ranks", self._mounted, self._ranks)
-        self._hung.heard(meta.hung)
+        self._hung.update(meta.hung)
         for error in meta.errors:
             logger.error("A worker reports: %s", error)
         if meta.errors and self._mounted < self._ranks:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from kvstow.cache import Cache
-from kvstow.direct.extents import REST_S, Extents
+from kvstow.direct.extents import RETRY_S, Extents
 from kvstow.direct.geometry import Geometry, extent_bytes, slots_in
 from kvstow.direct.page import tag_of
 from kvstow.direct.table import record
@@ -57,7 +57,7 @@ class Rig:
     ) -> None:
         self.clock = ManualClock()
         self.table = table
-        self.geometry = Geometry.of_files(LAYOUT, slots)
+        self.geometry = Geometry.with_files(LAYOUT, slots)
         self.extents = Extents(
             self.geometry,
             LAYOUT,
@@ -95,7 +95,7 @@ class Rig:
 
 
 def test_geometry() -> None:
-    geometry = Geometry.of_files(LAYOUT, 100)
+    geometry = Geometry.with_files(LAYOUT, 100)
     assert (
         geometry.extent_bytes
         == (HEADER_BYTES + ALIGN, HEADER_BYTES + 2 * ALIGN)
@@ -103,7 +103,7 @@ def test_geometry() -> None:
     )
     assert geometry.offsets == (ALIGN + 4 * ALIGN, ALIGN)
     slots = slots_in(geometry.extent_bytes, 1 << 20)
-    fits, more = Geometry.of_files(LAYOUT, slots), Geometry.of_files(LAYOUT, slots + 2)
+    fits, more = Geometry.with_files(LAYOUT, slots), Geometry.with_files(LAYOUT, slots + 2)
     assert sum(map(fits.file_bytes, (0, 1))) <= 1 << 20 < sum(map(more.file_bytes, (0, 1)))
     assert slots_in(geometry.extent_bytes, 100) == 0
 
@@ -160,7 +160,7 @@ def test_k7_a_full_device_evicts_and_goes_on() -> None:
     assert rig.found() == [2, 3], "in the place of the one least recently used"
     rig.put(4)
     assert rig.found() == [3, 4]
-    rig.clock.advance(REST_S)
+    rig.clock.advance(RETRY_S)
     rig.put(5)
     assert rig.found() == [3, 4, 5], "after a while it is tried again"
     rig.check()
@@ -180,7 +180,7 @@ def test_a_slot_that_failed_rests_where_all_space_is_there() -> None:
     assert rig.found() == [1, 2]
     rig.put(3)
     assert rig.found() == [2, 3], "rather another chunk's place than that slot"
-    rig.clock.advance(REST_S)
+    rig.clock.advance(RETRY_S)
     rig.put(4)
     assert rig.found() == [2, 3, 4]
     rig.check()
@@ -226,7 +226,7 @@ def test_the_table_s_file_stays_open_under_a_write_that_hangs(hangs: bool) -> No
     """Else its number becomes another file's, which the rest of the records then go to."""
     table, fds = FakeTable(), [os.memfd_create("table"), os.memfd_create("other")]
     table.hangs = hangs
-    geometry = Geometry.of_files(LAYOUT, 2)
+    geometry = Geometry.with_files(LAYOUT, 2)
     extents = Extents(geometry, LAYOUT, ManualClock(), preallocated=True, table=table, fds=fds)  # type: ignore[arg-type]
     extents.close(1.0)
     extents.close(1.0)

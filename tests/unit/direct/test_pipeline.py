@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvstow.direct.base import Extent
-from kvstow.direct.pipeline import ASIDE_S, DRAIN_TIMEOUT_S, HUNG_S, Copied, Ended, Pipeline
+from kvstow.direct.pipeline import (
+    BACKGROUND_PAUSE_S,
+    DRAIN_TIMEOUT_S,
+    HUNG_S,
+    CopyEnd,
+    JobEnd,
+    Pipeline,
+)
 from kvstow.errors import CopyError, FrameError
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
@@ -17,7 +24,7 @@ class FakeMover:
 
     def __init__(self) -> None:
         self.running: dict[int, tuple[str, int, bool]] = {}
-        self.done: list[Copied] = []
+        self.done: list[CopyEnd] = []
         self.fenced: list[list[str]] = []
 
     def start(self, ticket: int, item: str, area: int, *, load: bool, length: int) -> None:
@@ -27,9 +34,9 @@ class FakeMover:
     def finish(self, item: str, error: str | None = None) -> None:
         [ticket] = [ticket for ticket, (name, _, _) in self.running.items() if name == item]
         del self.running[ticket]
-        self.done.append(Copied(ticket, error, 0 if error else 10))
+        self.done.append(CopyEnd(ticket, error, 0 if error else 10))
 
-    def ended(self) -> list[Copied]:
+    def ended(self) -> list[CopyEnd]:
         done, self.done = self.done, []
         return done
 
@@ -94,9 +101,9 @@ class Rig:
         items = [(f"{name} {n}", Extent(n, 100, b"")) for n in numbers]
         self.pipeline.submit(ticket, items, load=load)
 
-    def run(self) -> list[Ended]:
+    def run(self) -> list[JobEnd]:
         """Everything to its end."""
-        ended: list[Ended] = []
+        ended: list[JobEnd] = []
         for _ in range(100):
             for item in self.mover.copying():
                 self.mover.finish(item)
@@ -121,7 +128,7 @@ def test_a_store_is_copied_then_written() -> None:
     rig.clock.advance(0.5)
     rig.executor.run_all()
     assert rig.media.moves == ["write 5"]
-    assert rig.pipeline.ended() == [Ended(1, False, (), 0, None, 10, 0.5)]
+    assert rig.pipeline.ended() == [JobEnd(1, False, (), 0, None, 10, 0.5)]
     assert rig.pipeline.ended() == []
     rig.check_idle()
 
@@ -134,7 +141,7 @@ def test_a_load_is_read_then_copied() -> None:
     assert rig.pipeline.ended() == []
     assert (rig.media.moves, rig.mover.copying()) == (["read 5"], ["load 5"])
     rig.mover.finish("load 5")
-    assert rig.pipeline.ended() == [Ended(1, True, (), 0, None, 10, 0.0)]
+    assert rig.pipeline.ended() == [JobEnd(1, True, (), 0, None, 10, 0.0)]
     rig.check_idle()
 
 
@@ -286,7 +293,7 @@ class Hanging(Rig):
         self.check_idle()
 
     def trial(self) -> None:
-        self.clock.advance(ASIDE_S)
+        self.clock.advance(BACKGROUND_PAUSE_S)
         assert self.pipeline.ended() == []
         self.executor.run_all()
         assert self.pipeline.ended() == []
@@ -356,7 +363,7 @@ def test_the_trial_is_of_what_hung_not_of_what_was_queued_behind_it(first: int, 
     def owner() -> None:
         rig.clock.advance(HUNG_S + 1)
         ends.extend(rig.pipeline.ended())
-        rig.clock.advance(ASIDE_S)
+        rig.clock.advance(BACKGROUND_PAUSE_S)
         assert rig.pipeline.ended() == []
 
     rig.media.during = owner
@@ -388,17 +395,17 @@ def test_slow_copies_are_not_nvme_that_hangs() -> None:
 def test_a_scrub_that_hangs() -> None:
     """It may have the only thread: requests do not wait for it one after another."""
     rig = Rig()
-    rig.clock.advance(ASIDE_S)
+    rig.clock.advance(BACKGROUND_PAUSE_S)
     rig.pipeline.ended()
     rig.submit(1, 1, load=True)
     rig.clock.advance(HUNG_S + 1)
     assert [end.io_failed for end in rig.pipeline.ended()] == [1]
     assert rig.pipeline.hung
-    rig.clock.advance(ASIDE_S)
+    rig.clock.advance(BACKGROUND_PAUSE_S)
     assert rig.pipeline.ended() == []
     assert rig.executor.pending == 2, "the scrub, and what was given up: no trial beside them"
     rig.run()
-    rig.clock.advance(ASIDE_S)
+    rig.clock.advance(BACKGROUND_PAUSE_S)
     rig.run()
     assert not rig.pipeline.hung
     assert rig.media.moves == ["scrub", "probe 1"]
@@ -408,7 +415,7 @@ def test_a_scrub_that_hangs() -> None:
 def test_a_trial_that_hangs_is_the_only_one() -> None:
     rig = Hanging()
     for _ in range(5):
-        rig.clock.advance(ASIDE_S)
+        rig.clock.advance(BACKGROUND_PAUSE_S)
         rig.check_pending_trial()
     rig.executor.run_all()
     assert rig.pipeline.ended() == []
@@ -433,7 +440,7 @@ def test_a_store_that_was_being_copied_when_nvme_hung() -> None:
 
 def test_closing_while_nvme_hangs() -> None:
     rig = Hanging()
-    rig.clock.advance(ASIDE_S)
+    rig.clock.advance(BACKGROUND_PAUSE_S)
     rig.check_pending_trial()
     rig.pipeline.close()
     assert rig.closed_within == [0.0]
@@ -482,7 +489,7 @@ def test_an_answer_that_comes_too_late(load: bool) -> None:
 def test_slow_is_not_hung() -> None:
     rig = Rig(1)
     rig.submit(1, *range(9), load=True)
-    ended: list[Ended] = []
+    ended: list[JobEnd] = []
     while not ended:
         rig.clock.advance(HUNG_S)
         rig.executor.run_next()
@@ -495,12 +502,12 @@ def test_slow_is_not_hung() -> None:
 def test_a_scrub_now_and_then_where_nothing_else_is_to_be_done() -> None:
     rig = Rig()
     rig.submit(1, 1, load=True)
-    rig.clock.advance(ASIDE_S)
+    rig.clock.advance(BACKGROUND_PAUSE_S)
     assert rig.run()[0].failed == ()
     assert rig.media.moves == ["read 1", "scrub"]
     assert rig.run() == []
     assert rig.media.moves == ["read 1", "scrub"]
-    rig.clock.advance(ASIDE_S)
+    rig.clock.advance(BACKGROUND_PAUSE_S)
     rig.run()
     assert rig.media.moves == ["read 1", "scrub", "scrub"]
     rig.check_idle()
@@ -508,10 +515,10 @@ def test_a_scrub_now_and_then_where_nothing_else_is_to_be_done() -> None:
 
 def test_a_load_waits_for_one_scrub_at_most() -> None:
     rig = Rig(2)
-    rig.clock.advance(ASIDE_S)
+    rig.clock.advance(BACKGROUND_PAUSE_S)
     rig.pipeline.ended()
     rig.submit(1, 1, 2, 3, load=True)
-    rig.clock.advance(ASIDE_S)
+    rig.clock.advance(BACKGROUND_PAUSE_S)
     assert rig.run()[0].failed == ()
     assert rig.media.moves.count("scrub") == 1
     rig.check_idle()
@@ -519,7 +526,7 @@ def test_a_load_waits_for_one_scrub_at_most() -> None:
 
 def test_closing_waits_for_a_scrub() -> None:
     rig = Rig()
-    rig.clock.advance(ASIDE_S)
+    rig.clock.advance(BACKGROUND_PAUSE_S)
     rig.pipeline.ended()
     assert rig.executor.pending == 1
     rig.pipeline.close()
@@ -530,7 +537,7 @@ def test_closing_waits_for_a_scrub() -> None:
 def test_nothing_is_begun_aside_once_it_closes() -> None:
     rig = Rig()
     rig.submit(1, 1, load=True)
-    rig.clock.advance(ASIDE_S)
+    rig.clock.advance(BACKGROUND_PAUSE_S)
     rig.pipeline.close()
     assert "scrub" not in rig.media.moves
     rig.check_idle()

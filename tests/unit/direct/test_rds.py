@@ -31,7 +31,7 @@ def at(slot: int, number: int, generation: int = 1) -> Extent:
 
 
 class Rig:
-    def __init__(self, sample: int = 64, **fake: int) -> None:
+    def __init__(self, scrub_interval_slots: int = 64, **fake: int) -> None:
         self.rds = FakeRds(**fake)
         self.staged = [
             SimpleNamespace(
@@ -39,7 +39,7 @@ class Rig:
             )
             for _ in range(2)
         ]
-        self.media = RdsMedia(self.rds.api, 0, 1, self.staged, EXTENT, sample)
+        self.media = RdsMedia(self.rds.api, 0, 1, self.staged, EXTENT, scrub_interval_slots)
 
     def fill(self, area: int) -> bytes:
         """As the device does: its side alone changes, and host reads go there."""
@@ -140,7 +140,7 @@ def test_a_slot_overwritten_while_it_is_read() -> None:
 def test_a_sample_of_chunks_is_scrubbed(
     slot: int, checked: bool, at_byte: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig(sample=4)
+    rig = Rig(scrub_interval_slots=4)
     rig.fill(0)
     rig.media.write(0, at(slot, 1))
     rig.media.scrub(1)
@@ -160,7 +160,7 @@ def test_a_sample_of_chunks_is_scrubbed(
 
 
 def test_scrubs_go_round() -> None:
-    rig = Rig(sample=2)
+    rig = Rig(scrub_interval_slots=2)
     for slot in range(6):
         rig.fill(0)
         rig.media.write(0, at(slot, slot))
@@ -178,7 +178,7 @@ def test_scrubs_go_round() -> None:
 
 def test_a_scrub_that_can_not_read_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever asks for the chunk will."""
-    rig = Rig(sample=1)
+    rig = Rig(scrub_interval_slots=1)
     rig.media.write(0, at(0, 0))
     rig.rds.fail = "SYS_EIO"
     for _ in range(2):
