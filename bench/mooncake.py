@@ -51,7 +51,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
     if (why := missing()) is not None:
         return {"mooncake": {"skipped": why}}
     quiet()
-    from kvstow.backends.mooncake.connect import connect, replicas
+    from kvstow.backends.mooncake.connect import connect
     from kvstow.backends.mooncake.options import MooncakeOptions
     from kvstow.backends.mooncake.store import MooncakeStore
 
@@ -59,8 +59,8 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
         server = MooncakeServer(Path(folder), 4 * ROUND_BYTES).start()
         try:
             options = MooncakeOptions(server.master)
-            client, config = connect(options), replicas(1)
-            store = MooncakeStore(options, SystemClock(), lambda: (client, config))
+            client, replicas = connect(options)
+            store = MooncakeStore(options, SystemClock(), lambda: (client, replicas))
             found = compare(Alone(client), store, rounds)
             store.close()
         finally:

@@ -21,11 +21,9 @@ def need_mooncake() -> None:
 
 def open_store(master: str, *, clock: Any = None, **options: Any) -> Any:
     """Connected, as a new engine's store would be; a prefix of its own unless one is given."""
-    from kvstow.backends.mooncake.connect import connect, replicas
+    from kvstow.backends.mooncake.connect import connect
     from kvstow.backends.mooncake.store import MooncakeStore
 
     options = {"prefix": f"t{os.urandom(6).hex()}/", "buffer_bytes": 32 << 20, **options}
     own = MooncakeOptions(master, **options)
-    return MooncakeStore(
-        own, clock or SystemClock(), lambda: (connect(own), replicas(own.replicas))
-    )
+    return MooncakeStore(own, clock or SystemClock(), lambda: connect(own))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvstow.backends.mooncake import OLD_PORTS, MooncakeOptions, rpc_ports
+from functools import partial
+
+from kvstow.backends.mooncake import MooncakeOptions
 from kvstow.build.greet import greet
 from kvstow.errors import SettingsError
 from kvstow.layout import ChunkLayout
@@ -31,11 +33,9 @@ def build_mooncake(
     if settings.mooncake.master is None:
         return None
     options = mooncake_options(settings, layout)
-    in_force = set_defaults(
-        options.variables(set_defaults(OLD_PORTS))
-    )  # read when the client is loaded
+    set_defaults(options.variables())  # read when the client is loaded
     try:
-        from kvstow.backends.mooncake.connect import connect, replicas
+        from kvstow.backends.mooncake.connect import connect
         from kvstow.backends.mooncake.store import MooncakeStore
     except ImportError as error:  # also: a library that the client is linked to is missing
         if "kvstow" in str(error):
@@ -43,9 +43,7 @@ def build_mooncake(
         raise SettingsError(
             f"mooncake.master is set, and its client can't be loaded ({error}): {INSTALL}"
         ) from error
-    store = MooncakeStore(
-        options, clock, lambda: (connect(options, rpc_ports(in_force)), replicas(options.replicas))
-    )
+    store = MooncakeStore(options, clock, partial(connect, options))
     executor = ThreadExecutor("mooncake", threads=settings.mooncake.threads)
     greet("mooncake", f"Mooncake ({options.master})", store, executor, root, options.name_of)
     return Tier("mooncake", store, executor, layout=layout, clock=clock, metrics=metrics)

@@ -11,8 +11,9 @@ import pytest
 
 from kvstow import build
 from kvstow.backends.base import MISSING, REJECTED, Done
-from kvstow.backends.mooncake import OLD_PORTS, MooncakeOptions, rpc_ports
-from kvstow.backends.mooncake.store import MooncakeStore, _Use
+from kvstow.backends.mooncake import MooncakeOptions
+from kvstow.backends.mooncake.names import NamesInUse
+from kvstow.backends.mooncake.store import MooncakeStore
 from kvstow.errors import SettingsError, StoreUnavailable
 from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
@@ -123,59 +124,29 @@ def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MC_RPC_CONNECT_TIMEOUT_MS")
 
 
-@pytest.mark.parametrize(
-    ("given", "ports"),
-    [
-        ({}, range(15000, 17001)),
-        ({"MC_MIN_RPC_PORT": "20000", "MC_MAX_RPC_PORT": "20010"}, range(20000, 20011)),
-        ({"MC_MIN_PRC_PORT": "20000", "MC_MAX_PRC_PORT": "20010"}, range(20000, 20011)),
-        (
-            {"MC_MIN_PRC_PORT": "20000", "MC_MAX_PRC_PORT": "20010", "MC_MIN_RPC_PORT": "19000"},
-            range(19000, 20011),
-        ),
-        ({"MC_MIN_RPC_PORT": "16990"}, range(16990, 17001)),
-        ({"MC_MIN_RPC_PORT": "20000"}, range(15000, 17001)),
-        ({"MC_MIN_RPC_PORT": "40000", "MC_MAX_RPC_PORT": "40100"}, range(15000, 17001)),
-        ({"MC_MIN_RPC_PORT": "30000", "MC_MAX_RPC_PORT": "62000"}, range(30000, 62001)),
-        ({"MC_MIN_RPC_PORT": "19000x", "MC_MAX_RPC_PORT": "19050"}, range(15000, 19051)),
-    ],
-)
-def test_the_ports_are_those_that_the_client_takes(
-    given: dict[str, str], ports: range, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each as a client of 0.3.13.post1 was seen to do."""
-    for name in ("MC_MIN_PRC_PORT", "MC_MAX_PRC_PORT", "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"):
-        monkeypatch.setenv(name, given.get(name, ""))
-        if name not in given:
-            monkeypatch.delenv(name)
-    assert (
-        rpc_ports(set_defaults(MooncakeOptions("h:1").variables(set_defaults(OLD_PORTS)))) == ports
-    )
-
-
 def test_a_name_is_deleted_when_nobody_reads_it_and_read_when_nobody_deletes_it() -> None:
-    use = _Use(0.01)
-    with use.reading(["a", "b"]), use.reading(["a"]):
-        with pytest.raises(StoreUnavailable, match="another call"), use.deleting(["b"]):
+    names = NamesInUse(0.01)
+    with names.reading(["a", "b"]), names.reading(["a"]):
+        with pytest.raises(StoreUnavailable, match="another call"), names.deleting(["b"]):
             raise AssertionError("read meanwhile")
-        with use.deleting(["c"]), use.reading(["b"]):
+        with names.deleting(["c"]), names.reading(["b"]):
             pass
-    with use.deleting(["a"]):
-        with pytest.raises(StoreUnavailable, match="another call"), use.reading(["x", "a"]):
+    with names.deleting(["a"]):
+        with pytest.raises(StoreUnavailable, match="another call"), names.reading(["x", "a"]):
             raise AssertionError("deleted meanwhile")
-        with pytest.raises(StoreUnavailable, match="another call"), use.deleting(["a"]):
+        with pytest.raises(StoreUnavailable, match="another call"), names.deleting(["a"]):
             raise AssertionError("deleted meanwhile")
-    with use.reading(["a", "x"]), use.writing(["a"]) as mine:
+    with names.reading(["a", "x"]), names.writing(["a"]) as mine:
         assert mine == [0]
 
 
 def test_a_name_is_written_by_one_at_a_time() -> None:
-    use = _Use(0.01)
-    with use.writing(["a", "b", "a"]) as mine:
+    names = NamesInUse(0.01)
+    with names.writing(["a", "b", "a"]) as mine:
         assert mine == [0, 1]
-        with use.writing(["b", "c"]) as others:
+        with names.writing(["b", "c"]) as others:
             assert others == [1]
-    with use.writing(["b"]) as again:
+    with names.writing(["b"]) as again:
         assert again == [0]
 
 

@@ -1,8 +1,8 @@
-"""The Mooncake tier: see ``store`` for what it is, ``connect`` for how its client is started.
+"""The Mooncake tier: memory that processes on several hosts lend each other.
 
 Importing this package needs no client library; ``kvstow.backends.mooncake.connect`` needs Mooncake's.
 """
 
-from kvstow.backends.mooncake.options import OLD_PORTS, P2P, MooncakeOptions, rpc_ports
+from kvstow.backends.mooncake.options import P2P, MooncakeOptions
 
-__all__ = ["OLD_PORTS", "P2P", "MooncakeOptions", "rpc_ports"]
+__all__ = ["P2P", "MooncakeOptions"]

@@ -1,103 +1,61 @@
-"""Starting Mooncake's client without letting it stop the process.
+"""Starts Mooncake's client without letting it stop the process.
 
-Its ``setup`` holds the interpreter's lock while it waits for the master: 4 s here where nobody listens, 90 s with the
-client's own limits, and meanwhile no thread of the engine runs. So whether it would succeed is tried first: the
-master's port, then the whole of ``setup`` in a child process, which can be waited for with a limit and ended.
+Its ``setup`` holds the interpreter's lock while it waits for the master: 4 s where no master
+listens, 90 s with the client's own limits. Meanwhile no thread of the engine runs. So kvstow first
+tries whether it would succeed: the master's port, then the whole ``setup`` in a child process,
+which can be waited for with a limit and ended.
 
-    python -m kvstow.backends.mooncake.connect    the child: arguments of ``setup`` as JSON, on its standard input
+    python -m kvstow.backends.mooncake.connect    the child; arguments of ``setup`` come as JSON on
+                                                  its standard input
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Container
 from typing import Any, Final
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from kvstow.backends.mooncake.listen import listening, only_to
-from kvstow.backends.mooncake.options import PORTS, MooncakeOptions
+from kvstow.backends.mooncake.options import MooncakeOptions
 from kvstow.errors import StoreUnavailable
 
 logger = logging.getLogger("kvstow")
 
 PORT_TIMEOUT_S: Final = 1.0
 CHILD_BUFFER_BYTES: Final = 16 << 20
-LISTENS_ON: Final = {"tcp": 2, "rdma": 1}  # ports, at least
 
-
-GLOG_LEVEL: Final = "_ZN3fLI17FLAGS_minloglevelE"  # glog's FLAGS_minloglevel, an int
-FATAL: Final = 3
-
-
-def _hush() -> None:
-    """The client's log goes to standard error: each step and, while the master is away, a line a second. What matters
-    reaches kvstow's log by the results of calls. The variable that glog has for this is overridden by the client."""
-    with open("/proc/self/maps") as maps, contextlib.suppress(OSError, ValueError, StopIteration):
-        path = next(line.split()[-1] for line in maps if "libglog" in line)
-        ctypes.c_int.in_dll(ctypes.CDLL(path), GLOG_LEVEL).value = FATAL
-
-
-_hush()
 if not hasattr(MooncakeDistributedStore, "batch_put_session_start"):
     raise ImportError("it is older than 0.3.13.post1")
 
 
-def connect(options: MooncakeOptions, ports: range = PORTS) -> Any:
-    """A client that is connected, and listens on some of ``ports``. Raises ``StoreUnavailable``, after
-    ``connect_timeout_s`` and a second at most."""
+def connect(options: MooncakeOptions) -> tuple[Any, Any]:
+    """Returns a connected client and its configuration of replicas.
+
+    Raises ``StoreUnavailable``, after ``connect_timeout_s`` and a second at most.
+    """
     try:
         socket.create_connection(options.address, timeout=PORT_TIMEOUT_S).close()
     except OSError as error:
         raise StoreUnavailable(f"Mooncake's master {options.master}: {error}") from error
-    _rehearse(options)
-    before = listening()
+    _try_in_child(options)
     client = MooncakeDistributedStore()
     code = client.setup(*_arguments(options, options.segment_bytes, options.buffer_bytes))
     if code:
         raise StoreUnavailable(
             f"Mooncake's client can't start (code {code}): master {options.master}"
         )
-    _narrow(options, ports, before)
-    return client
-
-
-def _narrow(options: MooncakeOptions, ports: range, before: Container[int]) -> None:
-    """Let in to the client, which wasn't there ``before``, only what is sent to ``local_hostname`` or to loopback."""
-    try:
-        closed = only_to(options.local_hostname, ports, before)
-    except OSError as error:
-        logger.warning(
-            "Mooncake's client listens on every interface, and this kernel can't filter that: %s",
-            error,
-        )
-        return
-    if closed is None:
-        return
-    logger.info(
-        "Mooncake's client listens on every interface: on its ports %s only what is sent to %s or loopback is let in",
-        closed,
-        options.local_hostname,
+    logger.warning(
+        "Mooncake's client listens on two ports of every interface, whatever mooncake.local_hostname "
+        "is. Who reaches them may read and write the KV in this process: see docs/how-to/mooncake.md "
+        "for how to confine it"
     )
-    if len(closed) < LISTENS_ON[options.protocol]:
-        logger.warning(
-            "Mooncake's client listens on every interface, on ports that are not all between %d and %d: whoever "
-            "reaches the others is let in",
-            ports[0],
-            ports[-1],
-        )
-
-
-def replicas(count: int) -> Any:
-    config = ReplicateConfig()
-    config.replica_num = count
-    return config
+    replicas = ReplicateConfig()
+    replicas.replica_num = options.replicas
+    return client, replicas
 
 
 def _arguments(options: MooncakeOptions, segment_bytes: int, buffer_bytes: int) -> tuple[Any, ...]:
@@ -112,7 +70,8 @@ def _arguments(options: MooncakeOptions, segment_bytes: int, buffer_bytes: int) 
     )
 
 
-def _rehearse(options: MooncakeOptions) -> None:
+def _try_in_child(options: MooncakeOptions) -> None:
+    """Runs the client's ``setup`` in a child process. Raises ``StoreUnavailable`` if it fails there."""
     command = [sys.executable, "-m", "kvstow.backends.mooncake.connect"]
     try:
         child = subprocess.run(
@@ -125,13 +84,14 @@ def _rehearse(options: MooncakeOptions) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise StoreUnavailable(
-            f"Mooncake's client didn't start within {options.connect_timeout_s:g} s: does {options.master} answer, and "
-            f"{options.metadata}?"
+            f"Mooncake's client didn't start within {options.connect_timeout_s:g} s: does "
+            f"{options.master} answer, and {options.metadata}?"
         ) from error
     if child.returncode:
         raise StoreUnavailable(
-            f"Mooncake's client can't start (exit {child.returncode}): master {options.master}, metadata "
-            f"{options.metadata}, protocol {options.protocol}, device {options.device or 'any'}"
+            f"Mooncake's client can't start (exit {child.returncode}): master {options.master}, "
+            f"metadata {options.metadata}, protocol {options.protocol}, "
+            f"device {options.device or 'any'}"
         )
 
 
