@@ -98,6 +98,10 @@ METRICS: Final[Mapping[str, MetricSpec]] = {
     "corrupt_chunks": _counter(
         "Chunks that failed their check when read. Each is a miss and is dropped.", "tier"
     ),
+    "maintenance_failures": _counter(
+        "Times that a tier's background work ended by an unforeseen error and was started again.",
+        "tier",
+    ),
     "fetch_deadline_exceeded": _counter("Fetches that a request stopped waiting for.", "tier"),
     "fetch_decisions": _counter("Decisions to load or to compute, by tier.", "tier", "decision"),
     "fetch_extensions": _counter(
@@ -143,7 +147,7 @@ METRICS: Final[Mapping[str, MetricSpec]] = {
         "A tier's breaker: 0 serving, 1 being probed, 2 open (bypassed, or not written).", "tier"
     ),
     "tier_paths_down": _gauge(
-        "Directories of a tier that are out of use; chunks spread to them are misses.", "tier"
+        "Directories of a tier that are out of use, or are not written.", "tier"
     ),
 }
 

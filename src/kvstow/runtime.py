@@ -50,6 +50,28 @@ def rest(stop: threading.Event, worked_s: float, share: float) -> bool:
     return stop.wait(min(worked_s * (1 / share - 1), MAX_REST_S))
 
 
+def repeat(
+    work: Callable[[], None],
+    stop: threading.Event,
+    *,
+    pause_s: float,
+    failed: Callable[[Exception], None],
+    restart_s: float,
+) -> None:
+    """On a background thread: do ``work`` again and again until ``stop`` is set, with ``pause_s`` between.
+
+    An exception that ``work`` does not handle is passed to ``failed``; then it is done again after ``restart_s``.
+    """
+    while not stop.is_set():
+        wait_s = pause_s
+        try:
+            work()
+        except Exception as error:
+            failed(error)
+            wait_s = restart_s
+        stop.wait(wait_s)
+
+
 class Executor(Protocol):
     """Runs blocking work on threads and hands each result back on its owner's thread.
 

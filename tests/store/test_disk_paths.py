@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstow.backends.base import MISSING, REJECTED, Done
 from kvstow.backends.disk import DiskStore
-from kvstow.backends.disk.health import FAILURES, RETRY_S
+from kvstow.backends.disk.health import MAX_FAILURES, RETRY_S
 from kvstow.errors import StoreUnavailable
 from kvstow.testing.manual import ManualClock
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
@@ -118,7 +120,7 @@ def moved(tmp_path: Path) -> tuple[Two, Path]:
 def test_a_directory_moved_away_and_back(moved: tuple[Two, Path]) -> None:
     two, away = moved
     expected = [i in two.staying for i in MANY]
-    for _ in range(FAILURES):
+    for _ in range(MAX_FAILURES):
         assert two.read_all() == expected
     two.paths[1].unlink()
     away.rename(two.paths[1])
@@ -143,7 +145,7 @@ def test_a_full_directory_is_in_use_again_when_it_has_room_for_a_chunk_not_befor
                 file.write(bytes(CHUNK))
         os.truncate(filler, filler.stat().st_size - CHUNK // 2)
         theirs = [i for i in range(100) if make_key(i).digest()[-4] % 2]
-        for i in theirs[:FAILURES]:
+        for i in theirs[:MAX_FAILURES]:
             assert write_one(store, make_key(i), value_of(i, CHUNK)) is REJECTED
         assert store.paths_down() == 1
         for _ in range(3):
@@ -162,7 +164,7 @@ def test_a_full_directory_is_in_use_again_when_it_has_room_for_a_chunk_not_befor
 def test_every_operation_goes_on_around_it(moved: tuple[Two, Path]) -> None:
     two, _ = moved
     gone = make_key(two.dying[0])
-    for _ in range(FAILURES + 1):
+    for _ in range(MAX_FAILURES + 1):
         assert read_one(two.store, gone, CHUNK)[0] is MISSING
         assert write_one(two.store, gone, value_of(0, CHUNK)) is REJECTED
         two.store.delete([gone])
@@ -196,7 +198,7 @@ def test_a_store_pinned_to_a_directory_that_dies_fails_as_a_whole(tmp_path: Path
     (tmp_path / "b").rename(tmp_path / "away")
     (tmp_path / "b").write_text("in the way")
     two.tend()
-    for _ in range(2 * FAILURES):
+    for _ in range(2 * MAX_FAILURES):
         with pytest.raises(StoreUnavailable):
             two.read([(make_key(0), memoryview(bytearray(CHUNK)))])
     assert two.paths_down() == 0
@@ -278,3 +280,36 @@ def ask(rig: Rig, prompt: int) -> bool:
         rig.put(prompt)
         rig.settle()
     return restored
+
+
+def test_a_directory_that_refuses_every_write_is_read_and_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    two = Two(tmp_path, tmp_path / "full")
+    real = os.pwritev
+
+    def full(fd: int, *arguments: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(two.paths[1])):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, *arguments)
+
+    new = [i for i in range(100, 200) if make_key(i).digest()[-4] % 2]
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "kvstow"):
+        patch.setattr(os, "pwritev", full)
+        for i in new[:MAX_FAILURES]:
+            assert write_one(two.store, make_key(i), value_of(i, CHUNK)) is REJECTED
+            assert two.read_all() == [True] * len(MANY), "reads go on, and say nothing of writes"
+        assert two.store.paths_down() == 1
+        assert two.read_all() == [True] * len(MANY)
+        two.store.delete([make_key(two.dying[0])])
+        assert two.store.contains([make_key(two.dying[0])]) == [False]
+        patch.setattr(os, "pwritev", real)
+        assert write_one(two.store, make_key(new[0]), b"not tried yet") is REJECTED
+    two.recover()
+    assert two.store.paths_down() == 0
+    assert put(two.store, make_key(new[0]), 0)
+    assert [r.getMessage().split(" (")[0].split(": ")[0] for r in caplog.records] == [
+        f"A write failed in {two.paths[1]}",
+        f"Disk path {two.paths[1]} is not written, it is still read",
+        f"Disk path {two.paths[1]} is written again",
+    ]

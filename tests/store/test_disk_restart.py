@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -301,3 +302,60 @@ def test_a_closed_store_leaves_no_trace_of_itself(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "run") == []
     assert temporaries(tmp_path) == []
     assert on_disk(tmp_path) < 3 * CHUNK
+
+
+@pytest.mark.parametrize("work", ["check_in_place", "scan", "reap"])
+def test_background_work_that_ends_by_an_unforeseen_error_is_logged_counted_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, work: str
+) -> None:
+    monkeypatch.setattr("kvstow.backends.disk.store.RESTART_S", 0.01)
+    monkeypatch.setattr("kvstow.backends.disk.store.TICK_S", 0.01)
+    monkeypatch.setattr("kvstow.backends.disk.store.REAP_EVERY_S", 0.0)
+    real = getattr(Volume, work)
+    failures = 2
+    went_on = threading.Event()
+
+    def flawed(self: Volume, *arguments: object) -> object:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise ValueError("nobody foresaw this")
+        went_on.set()
+        return real(self, *arguments)
+
+    store = disk(tmp_path)
+    monkeypatch.setattr(Volume, work, flawed)
+    with caplog.at_level(logging.ERROR, "kvstow"):
+        executor = ThreadExecutor("maintenance")
+        store.start(executor)
+        assert went_on.wait(30)
+        store.close()
+        assert executor.close(30)
+    assert [(r.getMessage(), r.exc_info is not None) for r in caplog.records] == [
+        (
+            f"Background work in {tmp_path} ended by an unforeseen error, it starts again in "
+            "0.01 s: ValueError('nobody foresaw this')",
+            first,
+        )
+        for first in (True, False)
+    ]
+    assert store.take_maintenance_failures() == 2
+    assert store.take_maintenance_failures() == 0
+
+
+def test_background_work_that_the_directory_refuses_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    store = disk(tmp_path, clock=ManualClock())
+    with caplog.at_level(logging.WARNING, "kvstow"), monkeypatch.context() as patch:
+        patch.setattr("kvstow.backends.disk.volume.scan", refuse)
+        for _ in range(3):
+            store.tend()
+    assert [r.getMessage() for r in caplog.records] == [
+        f"Background work in {tmp_path} failed (more failures of this kind are not logged): "
+        f"scanning in {tmp_path}: [Errno 5] broken"
+    ]
+    assert store.take_maintenance_failures() == 0

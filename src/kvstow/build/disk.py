@@ -66,4 +66,5 @@ def build_disk(
         take_corrupt=store.take_corrupt,
         paths_down=store.paths_down,
         stuck=store.stuck,
+        take_maintenance_failures=store.take_maintenance_failures,
     )

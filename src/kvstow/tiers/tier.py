@@ -55,6 +55,7 @@ class Tier:
         take_corrupt: Callable[[], int] | None = None,
         paths_down: Callable[[], int] | None = None,
         stuck: Callable[[], int] | None = None,
+        take_maintenance_failures: Callable[[], int] | None = None,
     ) -> None:
         """``coder`` None: frames are raw. ``set_aside`` removes corrupt values from the store some other way than
         ``delete``; on a worker.
@@ -73,6 +74,7 @@ class Tier:
         self._take_corrupt = take_corrupt
         self._paths_down = paths_down
         self._stuck = stuck
+        self._take_maintenance_failures = take_maintenance_failures
         self._clock = clock
         self._metrics = metrics
         self._calls: dict[Call, None] = {}
@@ -122,6 +124,10 @@ class Tier:
         """Take the results of ended calls and look for hung ones. Returns how many ended."""
         if self._take_corrupt is not None and (corrupt := self._take_corrupt()):
             self._metrics.count("corrupt_chunks", corrupt, tier=self.name)
+        if self._take_maintenance_failures is not None:
+            failures = self._take_maintenance_failures()
+            if failures:
+                self._metrics.count("maintenance_failures", failures, tier=self.name)
         if self._paths_down is not None and (down := self._paths_down()) != self._shown_down:
             self._shown_down = down
             self._metrics.gauge("tier_paths_down", down, tier=self.name)

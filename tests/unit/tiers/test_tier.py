@@ -272,6 +272,15 @@ def test_a_key_that_was_not_admitted_is_not_held_and_one_that_was_there_is() -> 
     assert rig.stores[0].calls == {"write": 2, "contains": 1}, "what was stored is not asked for"
 
 
+def test_background_work_that_failed_is_counted() -> None:
+    rig = Rig()
+    failures = iter([0, 2, 0])
+    rig.tiers[0]._take_maintenance_failures = lambda: next(failures)
+    for _ in range(3):
+        rig.tiers[0].poll()
+    assert rig.counter("maintenance_failures", tier="t0") == 2
+
+
 def test_directories_out_of_use_are_shown_once_a_change() -> None:
     rig = Rig()
     down = iter([0, 0, 1, 1, 0])

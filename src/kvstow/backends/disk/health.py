@@ -1,73 +1,123 @@
-"""Which of several directories are asked: a dead disk must not take the other disks' chunks with it."""
+"""Which of several directories work: a dead disk must not take the other disks' chunks with it."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Sequence
+from enum import Enum
 from typing import Final
 
 from kvstow.runtime import Clock
 
-FAILURES: Final = 3  # in a row; then a directory is out of use
-RETRY_S: Final = 10.0  # between trials of one that is
+MAX_FAILURES: Final = 3  # in a row; then a directory is out of use
+RETRY_S: Final = 10.0  # between trials of a directory that is out of use
 
 logger = logging.getLogger("kvstow")
 
 
+class FaultKind(Enum):
+    """What fails in a directory. Each kind is counted, and heals, apart from the others."""
+
+    READ = "read"
+    WRITE = "write"
+    HANG = "call"  # it has not returned
+
+
 class Health:
-    """Thread-safe. A directory that is alone, or the last that worked, is asked all the same and its faults are the
-    store's: it is the tier's breaker that sees them."""
+    """Counts the faults of several directories. Thread-safe.
+
+    A directory whose reads fail, or in which a call hangs, is out of use; one whose writes fail is still read. Where
+    no directory works any more, or there is only one, all are asked all the same and their faults are the store's:
+    the tier's breaker sees those.
+    """
 
     def __init__(self, paths: Sequence[str], clock: Clock) -> None:
         self._paths = paths
         self._clock = clock
-        self._failed = [0] * len(paths)
-        self._retry_s: dict[int, float] = {}  # of those out of use: when to try again
+        self._failed_in_a_row: dict[tuple[int, FaultKind], int] = {}
+        self._retry_s: dict[
+            tuple[int, FaultKind], float
+        ] = {}  # of what is out of use: when to try it
+        self._logged: set[tuple[int, FaultKind]] = set()
         self._lock = threading.Lock()
 
     @property
     def down(self) -> int:
-        return len(self._retry_s)
+        """How many directories are out of use, or are not written."""
+        return len({which for which, _ in list(self._retry_s)})
 
-    def works(self, which: int) -> bool:
-        return which not in self._retry_s
+    def readable(self, which: int) -> bool:
+        retry_s = self._retry_s
+        return (which, FaultKind.READ) not in retry_s and (which, FaultKind.HANG) not in retry_s
 
-    def asks(self, which: int) -> bool:
-        """Whether calls should go to it."""
-        return which not in self._retry_s or len(self._retry_s) == len(self._paths)
+    def writable(self, which: int) -> bool:
+        return self.readable(which) and (which, FaultKind.WRITE) not in self._retry_s
 
-    def due(self, which: int) -> bool:
-        """Whether one that is out of use should be tried. Then not again for ``RETRY_S``."""
-        now = self._clock.monotonic()
+    def may_read(self, which: int) -> bool:
+        """Whether reads, look-ups and removals should go to a directory."""
+        return self.readable(which) or not any(map(self.readable, range(len(self._paths))))
+
+    def may_write(self, which: int) -> bool:
+        """Whether writes should go to a directory."""
+        return self.writable(which) or not any(map(self.writable, range(len(self._paths))))
+
+    def due(self, which: int, kind: FaultKind) -> bool:
+        """Whether a directory that is out of use should be tried now. Then it is not due for ``RETRY_S``."""
+        now_s = self._clock.monotonic()
         with self._lock:
-            due = which in self._retry_s and now >= self._retry_s[which]
-            if due:
-                self._retry_s[which] = now + RETRY_S
-        return due
+            retry_s = self._retry_s.get((which, kind))
+            if retry_s is None or now_s < retry_s:
+                return False
+            self._retry_s[which, kind] = now_s + RETRY_S
+            return True
 
-    def worked(self, which: int) -> None:
-        if not self._failed[which]:
+    def worked(self, which: int, kind: FaultKind) -> None:
+        """Take note that a call of this kind did its work."""
+        if not self._failed_in_a_row.get((which, kind)):
             return
         with self._lock:
-            self._failed[which] = 0
-            back = self._retry_s.pop(which, None) is not None
-        if back:
+            self._failed_in_a_row[which, kind] = 0
+            was_out = self._retry_s.pop((which, kind), None) is not None
+            readable = self.readable(which)
+        if was_out and kind is FaultKind.WRITE:
+            logger.warning("Disk path %s is written again", self._paths[which])
+        elif was_out and readable:
             logger.warning("Disk path %s is in use again", self._paths[which])
 
-    def failed(self, which: int, error: Exception, *, at_once: bool = False) -> bool:
-        """Take note of a fault, which may be enough ``at_once``. True: it is the store's; False: of one directory
-        among others that work."""
+    def failed(
+        self, which: int, kind: FaultKind, error: Exception, *, at_once: bool = False
+    ) -> bool:
+        """Take note of a fault; ``at_once``: it is enough to put the directory out of use.
+
+        Returns True if it is the store's fault, because no directory works; False if it is one directory's among
+        others that work.
+        """
         if len(self._paths) == 1:
             return True
         with self._lock:
-            self._failed[which] += FAILURES if at_once else 1
-            new = self._failed[which] >= FAILURES and which not in self._retry_s
-            if new:
-                self._retry_s[which] = self._clock.monotonic() + RETRY_S
-            alone = len(self._retry_s) == len(self._paths)
-        if new:
+            was_readable = self.readable(which)
+            failed = self._failed_in_a_row.get((which, kind), 0) + 1
+            if at_once:
+                failed = max(failed, MAX_FAILURES)
+            self._failed_in_a_row[which, kind] = failed
+            newly_out = failed >= MAX_FAILURES and (which, kind) not in self._retry_s
+            if newly_out:
+                self._retry_s[which, kind] = self._clock.monotonic() + RETRY_S
+            first = (which, kind) not in self._logged
+            self._logged.add((which, kind))
+            works = self.writable if kind is FaultKind.WRITE else self.readable
+            none_works = not any(map(works, range(len(self._paths))))
+        path = self._paths[which]
+        if newly_out and kind is FaultKind.WRITE:
+            logger.warning("Disk path %s is not written, it is still read: %s", path, error)
+        elif newly_out and was_readable:
+            logger.warning("Disk path %s is out of use, its chunks are misses: %s", path, error)
+        elif first and not newly_out:
             logger.warning(
-                "Disk path %s is out of use, its chunks are misses: %s", self._paths[which], error
+                "A %s failed in %s (more failures of this kind are not logged): %s",
+                kind.value,
+                path,
+                error,
             )
-        return alone
+        return none_works

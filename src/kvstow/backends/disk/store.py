@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Concatenate, Final, Literal, ParamSpec, TypeVar
 
-from kvstow.backends.base import MISSING, REJECTED, Buffer, Outcome
+from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome
 from kvstow.backends.disk.admission import SecondSight
 from kvstow.backends.disk.check import Check
-from kvstow.backends.disk.health import Health
+from kvstow.backends.disk.health import FaultKind, Health
 from kvstow.backends.disk.index import EvictionOrder
 from kvstow.backends.disk.inside import Inside
 from kvstow.backends.disk.room import VolumeLimits
@@ -23,7 +23,7 @@ from kvstow.backends.disk.scrub import Scrub
 from kvstow.backends.disk.volume import Admit, Volume
 from kvstow.errors import KVStowError, StoreUnavailable, UnsupportedError
 from kvstow.key import ChunkKey
-from kvstow.runtime import Clock, Executor
+from kvstow.runtime import Clock, Executor, repeat
 from kvstow.settings import format_size
 
 P = ParamSpec("P")
@@ -32,6 +32,10 @@ R = TypeVar("R")
 logger = logging.getLogger("kvstow")
 
 TICK_S: Final = 1.0  # between two rounds of background work
+RESTART_S: Final = 60.0  # until background work starts again that ended by an unforeseen error
+MAX_LOGGED_FAILURES: Final = (
+    32  # kinds of failures of background work, of which the first is logged
+)
 SCAN_AGAIN_S: Final = 10.0  # at the earliest, when a directory is full of what is not known
 SCAN_EVERY_S: Final = 600.0  # learns of what others wrote, and takes drift out of the count
 REAP_EVERY_S: Final = 10.0  # room and temporary files of processes that died
@@ -86,7 +90,9 @@ class DiskStore:
         self._clock = clock
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._found_corrupt: set[bytes] = set()  # digests; not told yet
+        self._found_corrupt: set[bytes] = set()  # digests; not counted yet
+        self._maintenance_failures = 0  # not counted yet
+        self._logged_failures: set[tuple[int, type[Exception], int | None]] = set()
         self._options = options
         self._volumes = [
             Volume(
@@ -120,17 +126,21 @@ class DiskStore:
     # --- the contract ---------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return [self._ask(key, Volume.contains, False) for key in keys]
+        return [self._call(key, FaultKind.READ, Volume.contains, False) for key in keys]
 
     def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
-        return [self._ask(key, Volume.read, MISSING, buffer) for key, buffer in items]
+        return [
+            self._call(key, FaultKind.READ, Volume.read, MISSING, buffer) for key, buffer in items
+        ]
 
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
-        return [self._ask(key, Volume.write, REJECTED, parts) for key, parts in items]
+        return [
+            self._call(key, FaultKind.WRITE, Volume.write, REJECTED, parts) for key, parts in items
+        ]
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
-            self._ask(key, Volume.delete, None)
+            self._call(key, FaultKind.WRITE, Volume.delete, None)
 
     def close(self) -> None:
         self._stop.set()
@@ -186,26 +196,34 @@ class DiskStore:
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
         """Move the files of corrupt values aside: each key is a miss from now on, and can be written again."""
         for key in keys:
-            self._ask(key, Volume.set_aside, False, "corrupt")
+            self._call(key, FaultKind.WRITE, Volume.set_aside, False, "corrupt")
             with self._lock:
-                self._found_corrupt.discard(key.digest())  # whoever asks counts it
+                self._found_corrupt.discard(key.digest())  # the caller counts it
 
     def take_corrupt(self) -> int:
         """How many corrupt values the scrub has set aside since the last call."""
         with self._lock:
-            found, self._found_corrupt = self._found_corrupt, set()
-        return len(found)
+            count = len(self._found_corrupt)
+            self._found_corrupt.clear()
+        return count
+
+    def take_maintenance_failures(self) -> int:
+        """How often background work has ended by an unforeseen error since the last call."""
+        with self._lock:
+            count = self._maintenance_failures
+            self._maintenance_failures = 0
+        return count
 
     def paths_down(self) -> int:
-        """How many of the directories that chunks are spread over are out of use."""
-        for which in self._inside.look()[0] if len(self._spread) > 1 else ():  # asked on every step
-            self._health.failed(
-                which, StoreUnavailable("a call in it does not return"), at_once=True
-            )
+        """How many of the directories that chunks are spread over are out of use, or are not written."""
+        if len(self._spread) > 1:  # asked on every step
+            for which in self._inside.look()[0]:
+                error = StoreUnavailable("a call in it does not return")
+                self._health.failed(which, FaultKind.HANG, error, at_once=True)
         return self._health.down
 
     def stuck(self) -> int:
-        """How many calls hang in directories that are out of use, while there are others, and threads, that work."""
+        """How many calls hang in directories that are out of use, while other directories and threads work."""
         return self._inside.look()[1]
 
     @property
@@ -218,44 +236,44 @@ class DiskStore:
         """Count, index and shrink every directory; see ``Volume.scan``. Blocks; other calls go on meanwhile."""
         return [volume.scan(self._stop, pause_s) for volume in self._volumes]
 
-    def start(self, executor: Executor) -> None:
-        """Scan, scrub and clear up until ``close``, on threads of ``executor``, which needs one for each directory."""
-        for which in range(len(self._volumes)):
-            executor.submit(partial(self._maintain, which), lambda _value, _error: None)
-
-    def _ask(
+    def _call(
         self,
         key: ChunkKey,
+        kind: FaultKind,
         method: Callable[Concatenate[Volume, bytes, bytes, P], R],
         otherwise: R,
         *arguments: P.args,
         **named: P.kwargs,
     ) -> R:
-        """``otherwise`` where the key's directory is one of several and does not work."""
+        """Call a method of the volume that ``key`` belongs to. Returns ``otherwise`` where it is one of several and
+        does not work; ``kind`` is what a fault of this call is counted as."""
         digest = key.digest()
         if len(self._spread) == 1:
             return method(self._spread[0], key.namespace, digest, *arguments, **named)
         which = int.from_bytes(digest[-4:], "little") % len(self._spread)
-        if not self._health.asks(which):
+        may = self._health.may_write if method is Volume.write else self._health.may_read
+        if not may(which):
             return otherwise
         try:
             with self._inside.visit(which):
                 result = method(self._spread[which], key.namespace, digest, *arguments, **named)
         except StoreUnavailable as error:
-            if self._health.failed(which, error, at_once=self._inside.hangs(which)):
+            hangs = self._inside.hangs(which)
+            fault = FaultKind.HANG if hangs else kind
+            if self._health.failed(which, fault, error, at_once=hangs):
                 raise
             return otherwise
-        if method is not Volume.contains and not self._inside.hangs(
-            which
-        ):  # it may have answered from memory
-            self._health.worked(which)
+        if isinstance(result, Done):  # other answers may come from memory
+            self._health.worked(which, kind)
+        if not self._inside.hangs(which):
+            self._health.worked(which, FaultKind.HANG)
         return result
 
     def _corrupt(self, volume: Volume) -> Callable[[bytes, bytes], None]:
-        def bad(namespace: bytes, digest: bytes) -> None:
-            if volume.set_aside(
-                namespace, digest, "corrupt"
-            ):  # or a read found it as well, and counts it
+        """What the scrub of a volume does with a corrupt chunk."""
+
+        def set_aside(namespace: bytes, digest: bytes) -> None:
+            if volume.set_aside(namespace, digest, "corrupt"):  # else a read found it too
                 logger.warning(
                     "The scrub found a corrupt chunk in %s and moved it to the quarantine",
                     volume.path,
@@ -263,52 +281,104 @@ class DiskStore:
                 with self._lock:
                     self._found_corrupt.add(digest)
 
-        return bad
+        return set_aside
+
+    # --- background -----------------------------------------------------------------------------------------------
+
+    def start(self, executor: Executor) -> None:
+        """Scan, scrub and clear up until ``close``, on threads of ``executor``, which needs one for each directory."""
+        for which in range(len(self._volumes)):
+            executor.submit(partial(self._maintain, which), lambda _value, _error: None)
 
     def _maintain(self, which: int) -> None:
-        while not self._stop.is_set():
-            self._tend(which)
-            self._stop.wait(TICK_S)
+        repeat(
+            partial(self._tend, which),
+            self._stop,
+            pause_s=TICK_S,
+            failed=partial(self._maintenance_failed, which),
+            restart_s=RESTART_S,
+        )
+
+    def _maintenance_failed(self, which: int, error: Exception) -> None:
+        with self._lock:
+            self._maintenance_failures += 1
+        logger.error(
+            "Background work in %s ended by an unforeseen error, it starts again in %g s: %r",
+            self._volumes[which].path,
+            RESTART_S,
+            error,
+            exc_info=error if self._first_of_its_kind(which, error) else None,
+        )
+
+    def _first_of_its_kind(self, which: int, error: Exception) -> bool:
+        """Whether background work in a directory has not failed with such an error before."""
+        code = error.errno if isinstance(error, OSError) else None
+        kind = (which, type(error), code)
+        with self._lock:
+            if kind in self._logged_failures or len(self._logged_failures) >= MAX_LOGGED_FAILURES:
+                return False
+            self._logged_failures.add(kind)
+            return True
 
     def tend(self) -> None:
-        """One round of background work: what is due in each directory, and a trial of those that are out of use."""
+        """Do one round of background work in each directory: what is due, and a trial where it is out of use."""
         for which in range(len(self._volumes)):
             self._tend(which)
 
     def _tend(self, which: int) -> None:
         volume = self._volumes[which]
-        with suppress(KVStowError, OSError):  # it fails as every call does: the breaker's business
+        try:
             volume.check_in_place()
-            if self._spread is self._volumes and not self._health.works(which):
-                if self._inside.hangs(which) or not self._health.due(which):
-                    return
-                volume.try_writing()
-                self._health.worked(which)
+            if self._spread is self._volumes and not self._try_again(which):
+                return
             self._scan_or_reap(volume, self._due[which])
             if self._scrubs:
                 self._scrubs[which].step(volume.attach(), self._options.scrub_bytes_s, self._stop)
+        except (KVStowError, OSError) as error:  # calls fail likewise: the breaker sees them
+            cause = error.__cause__
+            kind = cause if isinstance(cause, OSError) else error
+            if self._first_of_its_kind(which, kind):
+                logger.warning(
+                    "Background work in %s failed (more failures of this kind are not logged): %s",
+                    volume.path,
+                    error,
+                )
+
+    def _try_again(self, which: int) -> bool:
+        """Try a directory that is out of use, if that is due. Returns whether it can be read; raises what fails."""
+        volume = self._volumes[which]
+        if not self._health.readable(which):
+            kinds = (FaultKind.READ, FaultKind.HANG)
+            due = [kind for kind in kinds if self._health.due(which, kind)]
+            if self._inside.hangs(which) or not due:
+                return False
+            volume.try_reading()
+            for kind in kinds:
+                self._health.worked(which, kind)
+        if self._health.due(which, FaultKind.WRITE):
+            volume.try_writing()
+            self._health.worked(which, FaultKind.WRITE)
+        return True
 
     def _scan_or_reap(self, volume: Volume, due: _Due) -> None:
-        now = self._clock.monotonic()
-        if now >= (due.wanted_scan_s if volume.scan_wanted else due.scan_s):
-            due.scan_s, due.wanted_scan_s, due.reap_s = (
-                now + SCAN_EVERY_S,
-                now + SCAN_AGAIN_S,
-                now + REAP_EVERY_S,
-            )
-            count = volume.scan(self._stop, 0.0 if volume.scan_wanted else SCAN_PAUSE_S)
-            if count is not None and not due.told:
-                due.told = True
-                sizes = (format_size(count.bytes), format_size(volume.limits.size_bytes))
-                chunks = sum(namespace.chunks for namespace in count.namespaces)
+        now_s = self._clock.monotonic()
+        wanted = volume.scan_wanted
+        if now_s >= (due.wanted_scan_s if wanted else due.scan_s):
+            due.scan_s = now_s + SCAN_EVERY_S
+            due.wanted_scan_s = now_s + SCAN_AGAIN_S
+            due.reap_s = now_s + REAP_EVERY_S
+            count = volume.scan(self._stop, 0.0 if wanted else SCAN_PAUSE_S)
+            if count is not None and not due.logged:
+                due.logged = True
                 logger.info(
                     "Disk tier: %s held %d chunks (%s) at the start, at most %s",
                     volume.path,
-                    chunks,
-                    *sizes,
+                    sum(namespace.chunks for namespace in count.namespaces),
+                    format_size(count.bytes),
+                    format_size(volume.limits.size_bytes),
                 )
-        elif now >= due.reap_s:
-            due.reap_s = now + REAP_EVERY_S
+        elif now_s >= due.reap_s:
+            due.reap_s = now_s + REAP_EVERY_S
             volume.reap()
 
 
@@ -319,4 +389,4 @@ class _Due:
     scan_s: float = 0.0
     wanted_scan_s: float = 0.0
     reap_s: float = 0.0
-    told: bool = False  # what the first scan found
+    logged: bool = False  # what the first scan found
