@@ -303,3 +303,20 @@ def test_a_directory_that_is_none_of_ours_is_refused_and_left_alone(tmp_path: Pa
         kvstow("disk", "clear", "--path", str(tmp_path / "none"))
     with pytest.raises(SettingsError, match="give --path"):
         kvstow("disk", "ls")
+
+
+@pytest.mark.parametrize("command", [("disk", "ls"), ("namespaces",)])
+def test_what_others_wrote_into_a_directory_is_printed_without_a_terminals_commands(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31mnewest\u202e"
+    store = disk(
+        tmp_path,
+        describe=lambda namespace: {"model": hostile + namespace.hex(), f"field {hostile}": "x"},
+    )
+    for key in KEYS:
+        write_one(store, key, sealed(key))
+    out, err = both(*command, "--path", str(tmp_path))
+    assert "newest" in out
+    for text in (out, err):
+        assert all(c == "\n" or c.isprintable() for c in text), repr(text)

@@ -11,6 +11,7 @@ from kvstow.backends.base import Done, Store
 from kvstow.errors import StoreRefused, StoreUnavailable, UnsupportedError
 from kvstow.key import ChunkKey, Namespace
 from kvstow.runtime import ThreadExecutor
+from kvstow.text import printable
 
 logger = logging.getLogger("kvstow")
 
@@ -65,7 +66,7 @@ def _other(store: Store, about: str, word: str) -> str | None:
     store.write([(key, [memoryview(own)])])
     [found] = store.read([(key, memoryview(buffer))])
     first = bytes(buffer[: found.length]) if isinstance(found, Done) else own
-    return None if first == own else first.decode(errors="replace")
+    return None if first == own else printable(first.decode(errors="replace"))
 
 
 def _says(tier: str, other: str, own: str, entry: str) -> str:

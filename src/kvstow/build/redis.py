@@ -14,6 +14,7 @@ from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.runtime import Clock, ThreadExecutor, run_within
 from kvstow.settings import Settings, format_size
+from kvstow.text import printable
 from kvstow.tiers import Tier
 from kvstow.tiers.limit import WriteLimit
 from kvstow.tiers.retry import Retry
@@ -53,7 +54,9 @@ def build_redis(
     differs: list[str] = []
 
     def other_root(name: bytes, word: str) -> None:
-        differs.append(_other_root(word, root[1] if root else "", name.decode(errors="replace")))
+        differs.append(
+            _other_root(printable(word), root[1] if root else "", name.decode(errors="replace"))
+        )
         logger.error("Redis (%r): %s", options, differs[0])
 
     own = Root(options.prefix.encode(), *root, clock, other_root) if root else None

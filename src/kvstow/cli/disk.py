@@ -224,7 +224,7 @@ def namespaces(path: PathOption = None, as_json: JsonOption = False) -> None:
     for name, about in known.items():
         print(name[:SHOWN_DIGITS])
         for field in differing:
-            print(f"  {field}: {about.get(field, '-')}")
+            print(printable(f"  {field}: {about.get(field, '-')}"))
     raise typer.Exit(code)
 
 
@@ -421,5 +421,5 @@ def _show(
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(printable(str(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS, markup=False).print(table)
