@@ -11,8 +11,8 @@ import pytest
 from kvstow.errors import SettingsError
 from kvstow.settings import Effective, Settings, leaves, parse, parse_lmcache
 from kvstow.settings import lmcache as module
-from kvstow.settings.lmcache_keys import EXTRA_KEYS, EXTRA_MAPPED, KEYS, Fate
-from kvstow.settings.lmcache_values import DEFAULT_POOL_GIB, GIB, Given, translate
+from kvstow.settings.lmcache_keys import EXTRA_KEYS, EXTRA_MAPPED, KEYS, Fate, Given
+from kvstow.settings.lmcache_values import DEFAULT_POOL_GIB, GIB, translate
 from kvstow.settings.sources import value_of
 from kvstow.settings.yamlfile import parse_yaml
 
@@ -391,12 +391,14 @@ def test_remote_urls(url: str, comes_to: dict[str, Any]) -> None:
             "mooncakestore://",
             {
                 "master_server_address": "h:1",
+                "protocol": "rdma",
                 "device_name": "mlx5_0",
                 "global_segment_size": 8,
                 "local_hostname": "n1",
             },
             {
                 "mooncake.master": "h:1",
+                "mooncake.protocol": "rdma",
                 "mooncake.device": "mlx5_0",
                 "mooncake.segment_size": 16,
                 "mooncake.local_hostname": "n1",

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvstow.errors import SettingsError
-from kvstow.settings.lmcache_keys import ALIASES, CONNECTOR_KEYS, KEYS, OTHER_VARIABLES
-from kvstow.settings.lmcache_values import Given, Translation, translate
+from kvstow.settings.lmcache_keys import ALIASES, CONNECTOR_KEYS, KEYS, OTHER_VARIABLES, Given
+from kvstow.settings.lmcache_mooncake import CONFIG_PATH
+from kvstow.settings.lmcache_values import Translation, translate
 from kvstow.settings.sources import (
     EXTRA_CONFIG,
     Effective,
@@ -47,7 +48,7 @@ def convert_lmcache(file: str | None, *, workers: int) -> Translation:
     if not given:
         where = file or f"this shell's {PREFIX}* variables"
         notes.append(Note(True, f"Nothing of LMCache's is set in {where}: these are its defaults"))
-    entries, more = translate(given, workers)
+    entries, more = translate(given, workers, os.environ.get(CONFIG_PATH))
     return Translation(entries, notes + more)
 
 
@@ -63,7 +64,7 @@ def parse_lmcache(
         if str(key).startswith(OVERRIDE) or key in CONNECTOR_KEYS
     }
     given, notes = gather(env, theirs)
-    entries, more = translate(given, workers)
+    entries, more = translate(given, workers, env.get(CONFIG_PATH))
     own = {key: value for key, value in extra.items() if key not in theirs}
     effective = parse(None, env, own, base=entries)
     notes += more

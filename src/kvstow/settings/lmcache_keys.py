@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 
 class Fate(StrEnum):
@@ -21,6 +21,21 @@ class Key(NamedTuple):
     name: str
     fate: Fate
     why: str  # of a mapped key: onto what
+
+
+class Given(NamedTuple):
+    """A value of one of LMCache's keys, and where it is from, for messages."""
+
+    value: Any
+    source: str
+
+
+class Entry(NamedTuple):
+    """A value of one of kvstow's settings, and where LMCache's configuration has it."""
+
+    key: str
+    source: str
+    value: object
 
 
 _MAPPED: Final = {

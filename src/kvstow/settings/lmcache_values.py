@@ -9,7 +9,16 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from kvstow.errors import SettingsError
-from kvstow.settings.lmcache_keys import EXTRA_KEYS, EXTRA_MAPPED, KEYS, REMOTE_SCHEMES, Fate
+from kvstow.settings.lmcache_keys import (
+    EXTRA_KEYS,
+    EXTRA_MAPPED,
+    KEYS,
+    REMOTE_SCHEMES,
+    Entry,
+    Fate,
+    Given,
+)
+from kvstow.settings.lmcache_mooncake import MooncakeSources, translate_mooncake
 from kvstow.settings.sources import Note, nearest, shown, shown_name
 from kvstow.settings.values import MASK, format_size, redact_url
 
@@ -24,32 +33,8 @@ DEFAULT_POOL_GIB: Final = 5.0
 DEFAULT_REDIS: Final = "redis://localhost:6379"
 RDS: Final = "RDSBackend"
 POLICIES: Final = {"LRU": "lru", "FIFO": "lru", "LFU": "s3fifo"}
-MOONCAKE: Final = {
-    "master_server_address": "",
-    "metadata_server": "mooncake.metadata",
-    "protocol": "mooncake.protocol",
-    "device_name": "mooncake.device",
-    "local_hostname": "mooncake.local_hostname",
-    "global_segment_size": "",
-}
-DEFAULT_SEGMENT_BYTES: Final = 3_355_443_200  # as LMCache lends, for each worker
 AMAZON: Final = re.compile(r"(.+?)\.(s3[.-].*\.amazonaws\.com)")
 CODECS: Final = {"naive": "raw", "cachegen": "cachegen"}
-
-
-class Entry(NamedTuple):
-    """One of kvstow's settings, where LMCache's say it, and its value."""
-
-    key: str
-    source: str
-    value: object
-
-
-class Given(NamedTuple):
-    """A value of one of LMCache's keys, and where it is from."""
-
-    value: Any
-    source: str
 
 
 class Translation(NamedTuple):
@@ -57,9 +42,14 @@ class Translation(NamedTuple):
     notes: list[Note]
 
 
-def translate(given: Mapping[str, Given], workers: int) -> Translation:
-    """kvstow's settings for LMCache's. Raises ``SettingsError``."""
-    work = _Translator(given, workers)
+def translate(
+    given: Mapping[str, Given], workers: int, mooncake_file: str | None = None
+) -> Translation:
+    """Returns kvstow's settings for LMCache's. Raises ``SettingsError``.
+
+    ``mooncake_file``: path of Mooncake's own configuration; None: it has none.
+    """
+    work = _Translator(given, workers, mooncake_file)
     work.unserved()
     work.plain()
     work.plugins()
@@ -71,11 +61,12 @@ def translate(given: Mapping[str, Given], workers: int) -> Translation:
 
 
 class _Translator:
-    def __init__(self, given: Mapping[str, Given], workers: int) -> None:
+    def __init__(self, given: Mapping[str, Given], workers: int, mooncake_file: str | None) -> None:
         self.entries: list[Entry] = []
         self.notes: list[Note] = []
         self._given = given
         self._workers = workers
+        self._mooncake_file = mooncake_file
         extra = self._mapping("extra_config")
         self._extra: dict[str, Any] = {  # LMCache writes null for what is unset
             name: value
@@ -375,40 +366,14 @@ class _Translator:
         return "objects"
 
     def _mooncake(self, rest: str, name: str) -> str:
-        """Its keys are in ``extra_config``, each also with ``mooncake_`` before it; that is the stronger."""
-        found: dict[str, Any] = {}
-        for theirs in MOONCAKE:
-            for key in (theirs, f"mooncake_{theirs}"):
-                if key in self._extra:
-                    self._used.add(key)
-                    found[theirs] = self._extra[key]
-        master = rest.strip("/") or found.get("master_server_address")
-        if not master:
-            raise SettingsError(
-                f"LMCache's {name} (from {self._source(name)}) names no master: write mooncakestore://host:port, or "
-                "master_server_address into extra_config"
-            )
-        self._set("mooncake.master", master, name)
-        for theirs, ours in MOONCAKE.items():
-            if ours and found.get(theirs):
-                self._set(ours, found[theirs], "extra_config")
-        lent = self._bytes_of_workers(found.get("global_segment_size", DEFAULT_SEGMENT_BYTES))
-        self._set(
-            "mooncake.segment_size", lent, "extra_config" if "global_segment_size" in found else ""
+        sources = MooncakeSources(
+            rest, self._source(name), self._extra, self._source("extra_config")
         )
-        self._say(
-            f"global_segment_size is what each worker lends to Mooncake: mooncake.segment_size {format_size(lent)}"
-        )
+        entries, notes, used = translate_mooncake(sources, self._mooncake_file, self._workers)
+        self.entries += entries
+        self.notes += notes
+        self._used.update(used)
         return "mooncake"
-
-    def _bytes_of_workers(self, each: object) -> int:
-        if isinstance(each, str) and each.isdecimal() and len(each) < 20:
-            each = int(each)
-        if isinstance(each, bool) or not isinstance(each, int) or each < 0:
-            raise SettingsError(
-                "LMCache's extra_config: global_segment_size: expected bytes, an integer from 0 up"
-            )
-        return each * self._workers
 
     def memory(self) -> None:
         if self._direct:

@@ -34,21 +34,7 @@ def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
     Raises ``SettingsError`` naming the path when it can't be read, isn't YAML, isn't a mapping, or gives a key
     twice. Tags that build objects are refused, as ``yaml.safe_load`` does.
     """
-    shown = f"{masked(path)}{named_by}"
-    try:
-        with open(
-            path,
-            "rb",
-            opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC),
-        ) as file:
-            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):  # it might never end
-                raise SettingsError(f"the settings file {shown} is a pipe: give a file")
-            content = file.read(MAX_FILE_BYTES + 1) or b""
-    except OSError as error:
-        raise SettingsError(f"cannot read the settings file {shown}: {error.strerror}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise SettingsError(f"the settings file {shown} is larger than {MAX_FILE_BYTES} bytes")
-    parsed = parse_yaml(content, path)
+    parsed = parse_yaml(read_bytes(path, named_by, "the settings file"), path)
     if parsed is None:
         return {}
     if not isinstance(parsed, Mapping):
@@ -56,6 +42,29 @@ def read_yaml(path: str, named_by: str) -> Mapping[Any, Any]:
             f"the settings file {path} must hold `key: value` lines; found: {type(parsed).__name__}"
         )
     return parsed
+
+
+def read_bytes(path: str, named_by: str, kind: str) -> bytes:
+    """Returns the content of the file at ``path``, which has at most ``MAX_FILE_BYTES``.
+
+    Raises ``SettingsError`` when it can't be read, is larger, or is a pipe, which might never end.
+    The message has ``kind`` before the path and ``named_by`` behind it.
+    """
+    shown = f"{kind} {masked(path)}{named_by}"
+    try:
+        with open(
+            path,
+            "rb",
+            opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC),
+        ) as file:
+            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+                raise SettingsError(f"{shown} is a pipe: give a file")
+            content = file.read(MAX_FILE_BYTES + 1) or b""
+    except OSError as error:
+        raise SettingsError(f"cannot read {shown}: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise SettingsError(f"{shown} is larger than {MAX_FILE_BYTES} bytes")
+    return content
 
 
 def parse_yaml(content: bytes, path: str) -> Any:
