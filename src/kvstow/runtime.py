@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
-from kvstow.errors import KVStowError
+from kvstow.errors import KVStowError, WorkDropped
 
 T = TypeVar("T")
 
@@ -16,10 +16,6 @@ MAX_REST_S: Final = 2.0
 DEFAULT_QUEUE_LIMIT: Final = (
     1024  # a piece of work moves a chunk (some MiB): more than this queued is minutes of I/O
 )
-
-
-class WorkDropped(KVStowError):
-    """The executor was closed before this piece of work began: nothing of it happened."""
 
 
 class Clock(Protocol):

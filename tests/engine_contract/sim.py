@@ -141,7 +141,7 @@ class Sim:
     def held(self, request: SimRequest) -> int:
         """Full chunks of a request that some tier holds."""
         keys = self.stack.keys(request)
-        return len(keys) - len(self.stack.engine.missing(keys))
+        return len(keys) - len(self.stack.cache.missing(keys))
 
     def close(self) -> None:
         self.stack.close()

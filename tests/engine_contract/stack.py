@@ -8,7 +8,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class Shape:
         return self.block * self.blocks_per_chunk
 
 
-@cache
+@lru_cache
 def _model() -> ModelConfig:
     path = tempfile.mkdtemp(prefix="kvstow-tiny-")
     config = {
@@ -170,7 +170,7 @@ def kv_cache_config(shape: Shape) -> KVCacheConfig:
     )
 
 
-@cache
+@lru_cache
 def _hasher(block: int) -> Any:
     function = get_hash_fn_by_name("sha256")
     init_none_hash(function)
@@ -225,7 +225,7 @@ class Stack:
     copies: list[ManualExecutor]
     background: list[ManualExecutor]
     pool: Any
-    engine: Cache
+    cache: Cache
     side: SchedulerSide
     connector: KVStowConnector
     worker_sides: list[WorkerSide]
@@ -268,10 +268,10 @@ class Stack:
         assert self.pool.leased == 0, (
             f"{self.pool.leased} slots are leased while nothing is under way"
         )
-        assert not self.engine.busy()
-        assert not self.engine._fetches._waits, "somebody still waits for a fetch"
+        assert not self.cache.busy()
+        assert not self.cache._fetches._waits, "somebody still waits for a fetch"
         assert not self.side._jobs._sent
-        assert not self.side._passed
+        assert not self.side._without_room
         assert not self.side._tracked, f"still remembered: {list(self.side._tracked)}"
         assert not self.side.busy()
         for worker, side in zip(self.workers, self.worker_sides, strict=True):
@@ -295,6 +295,7 @@ def connector_of(
     connector = object.__new__(KVStowConnector)
     KVConnectorBase_V1.__init__(connector, config, role, kv_config)
     connector._scheduler = connector._worker = None
+    connector._handshakes = {}
     return connector
 
 
@@ -346,7 +347,7 @@ def build_stack(
         tiers.append(Tier("disk", store, disk, layout=layout, clock=clock, metrics=metrics))
     if make_tiers is not None:
         tiers = make_tiers(background, layout=layout, clock=clock, metrics=metrics)
-    engine = Cache(
+    cache = Cache(
         pool=pool,
         policy=policy or LRU(),
         tiers=tiers,
@@ -366,7 +367,7 @@ def build_stack(
         frozenset(ranks[:1] if shape.same_bytes else ranks),
     )
     side = SchedulerSide(
-        engine,
+        cache,
         namespace,
         rules,
         mount,
@@ -405,7 +406,7 @@ def build_stack(
         copies,
         background,
         pool,
-        engine,
+        cache,
         side,
         connector,
         worker_sides,

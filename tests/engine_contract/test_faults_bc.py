@@ -137,7 +137,7 @@ def test_c7_in_vllms_scheduler(asynchronous: bool) -> None:
         driver.settle()
         keys = driver.stack.keys(request)
         assert len(keys) == 7
-        assert driver.stack.engine.missing(keys) == [], f"with {budget} tokens a step"
+        assert driver.stack.cache.missing(keys) == [], f"with {budget} tokens a step"
         driver.close()
 
 
@@ -151,7 +151,7 @@ def test_f6_a_fault_nobody_foresaw_fails_no_request(name: str, call: int) -> Non
     shape = Shape(prefix_caching=False, num_blocks=40)
     driver = Driver(shape, 1)
     driver.may_break = True
-    target, calls = driver.stack.engine, 0
+    target, calls = driver.stack.cache, 0
     works = getattr(target, name)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ def test_a_rank_that_cannot_map_the_pool() -> None:
     driver = Driver(Shape(tp=2))
     driver.may_break = True
     side = driver.stack.worker_sides[1]
-    side._mount = lambda mount: side._say("no memory to map")  # type: ignore[method-assign]
+    side._mount = lambda mount: side._report_error("no memory to map")  # type: ignore[method-assign]
     driver.add("a", prompt(40), 2)
     for _ in range(6):
         driver.stack.work(1.0)

@@ -152,9 +152,9 @@ def evict(sim: Sim, count: int) -> None:
     """Push ``count`` chunks out of the pool."""
     other = SimRequest("filler", prompt(16 * sim.shape.blocks_per_chunk * count, seed=77), 1, 16)
     for key in sim.stack.keys(other):
-        lease = sim.stack.engine.reserve(key, b"", sim.shape.chunk)
+        lease = sim.stack.cache.reserve(key, b"", sim.shape.chunk)
         assert lease is not None
-        sim.stack.engine.commit(lease)
+        sim.stack.cache.commit(lease)
         lease.release()
 
 
@@ -257,7 +257,7 @@ def test_d_models_without_prefix_caching_are_refused(monkeypatch: pytest.MonkeyP
 def test_d7_every_slot_is_pinned() -> None:
     sim = Sim(Shape(pool_slots=4))
     first = sim.serve("first", prompt(64))
-    pins = sim.stack.engine.hold("test", sim.stack.keys(first))
+    pins = sim.stack.cache.hold("test", sim.stack.keys(first))
     assert len(pins) == 4
     for number in range(54):
         sim.add(f"r{number}", prompt(17, seed=1 + number))
@@ -316,14 +316,14 @@ def test_d10_never_admitted(caplog: pytest.LogCaptureFixture) -> None:
     sim.engine.pool.forget_cached()
     sim.engine.rules.refuse_allocation = 1.0
     lookups = 0
-    look = sim.stack.engine._index.lookup
+    look = sim.stack.cache._index.lookup
 
     def counted(*args: Any) -> Any:
         nonlocal lookups
         lookups += 1
         return look(*args)
 
-    sim.stack.engine._index.lookup = counted  # type: ignore[method-assign]
+    sim.stack.cache._index.lookup = counted  # type: ignore[method-assign]
     sim.add("big", tokens)
     caplog.set_level(logging.INFO, logger="kvstow")
     for _ in range(2000):

@@ -147,13 +147,13 @@ def test_e5_a_lower_tier_that_never_answers() -> None:
     assert connector.get_num_new_matched_tokens(request, 0) == (None, False)
     for _ in range(10):
         sim.stack.clock.advance(0.15)
-        sim.stack.engine.poll()
+        sim.stack.cache.poll()
         late = connector.get_num_new_matched_tokens(request, 0)
     assert late == (0, False)
     for _ in range(10):
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     sim.stack.work_all()  # now the answer comes
-    sim.stack.engine.poll()
+    sim.stack.cache.poll()
     assert sim.stack.pool.leased == 0
     connector.request_finished(request, [])
     sim.settle()
@@ -207,7 +207,7 @@ def test_a13_a_rank_that_could_not_store_its_part(same_bytes: bool) -> None:
     sim = Sim(Shape(tp=2, same_bytes=same_bytes, prefix_caching=False))
     sim.stack.workers[0].device.fails = lambda load, transfers: [] if load else [2]
     first = sim.serve("cold", prompt(100))
-    missing = sim.stack.engine.missing(sim.stack.keys(first))
+    missing = sim.stack.cache.missing(sim.stack.keys(first))
     assert missing == [2], "a chunk is there once every rank has stored its part"
     sim.stack.workers[0].device.fails = None
     sim.serve("warm", prompt(100), 2)
@@ -248,7 +248,7 @@ def test_b10_nothing_from_before_a_reset_is_found() -> None:
     for _ in range(5):
         assert not sim.stack.connector.get_num_new_matched_tokens(query, 0)[0]
         sim.stack.work_all()
-        sim.stack.engine.poll()
+        sim.stack.cache.poll()
     sim.stack.connector.request_finished(query, [])
     sim.settle()
     loads = sim.loads()

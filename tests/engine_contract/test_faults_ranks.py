@@ -17,7 +17,7 @@ from tests.engine_contract.stack import Shape, kv_cache_config, vllm_config
 
 def forget_memory(sim: Sim) -> None:
     """Everything leaves the pool and the engine's own cache; the lower tier keeps it."""
-    sim.stack.engine._index.reset()
+    sim.stack.cache._index.reset()
     sim.engine.pool.forget_cached()
 
 
@@ -100,6 +100,6 @@ def test_h3_ranks_that_end_their_copies_at_other_times_wait_for_nobody() -> None
         executor.run_all()
         for _ in range(20):  # the other ranks are polled on and on
             sim.step()
-        assert sim.stack.engine.lookup(sim.stack.keys(request)).chunks == (6 if rank == 3 else 0)
+        assert sim.stack.cache.lookup(sim.stack.keys(request)).chunks == (6 if rank == 3 else 0)
     sim.settle()
     sim.close()

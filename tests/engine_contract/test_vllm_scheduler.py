@@ -68,7 +68,7 @@ def check_everything_is_accounted_for(driver: Driver, *, quiet: bool) -> None:
         params = request.kv_transfer_params or {}
         if req_id not in driver.aborted and not params.get("kvstow.skip_store"):
             wanted.update(stack.keys(request)[: request.num_prompt_tokens // stack.shape.chunk])
-    absent = stack.engine.missing(sorted(wanted))
+    absent = stack.cache.missing(sorted(wanted))
     if quiet:
         lost = sum(
             stack.counter(name) for name in ("evicted_chunks", "refused_chunks", "failed_chunks")
@@ -108,7 +108,7 @@ def stored(driver: Driver, prompts: Sequence[Sequence[int]], *lower: int) -> Non
         driver.add(f"stored{i}", tokens)
         driver.run()
         driver.settle()
-    engine = driver.stack.engine
+    engine = driver.stack.cache
     for i in lower:
         for lease in engine.hold("", driver.stack.keys(driver.requests[f"stored{i}"])):
             engine._index.drop(lease)
@@ -183,7 +183,7 @@ def test_who_gives_up_is_not_remembered_as_passed() -> None:
         request = driver.add(f"r{number}", prompt(50))
         side.num_new_matched_tokens(request, 0)
         side.build_meta(idle)
-        assert side._passed == {f"r{number}"}
+        assert side._without_room == {f"r{number}"}
         assert side.num_new_matched_tokens(request, 0) == (None, False), (
             "who had no room lets others pass"
         )

@@ -402,7 +402,7 @@ class Wild(Driver):
 
     def forget_the_pool(self) -> None:
         """Everything is evicted that can be; what lower tiers have stays there."""
-        index = self.stack.engine._index
+        index = self.stack.cache._index
         for key in [key for key in index._resident if index._evictable(key)]:
             lease = index.pin(key)
             assert lease is not None
@@ -424,9 +424,9 @@ class Wild(Driver):
         self.stack.clock.advance(
             EXPLORE_LIMIT_S
         )  # what is read for nobody is forgotten then, at the next step
-        self.stack.engine.poll()
+        self.stack.cache.poll()
         super().check_idle()
-        engine = self.stack.engine
+        engine = self.stack.cache
         assert not engine._fetches._flights, "flights without owners"
         assert not engine._fetches._open
         assert not engine._writes
@@ -458,7 +458,7 @@ class Wild(Driver):
             )
         waits = sum(cell[1] for cell in histograms.get("wait_seconds", ()))
         assert waits == stack.counter("waits"), "waits that began and that ended"
-        assert len(stack.engine._index) == stack.pool.slots - stack.pool.free
+        assert len(stack.cache._index) == stack.pool.slots - stack.pool.free
 
 
 def make_adapters(folder: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvstow.runtime import Clock, Executor, WorkDropped
+from kvstow.errors import WorkDropped
+from kvstow.runtime import Clock, Executor
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
 End = tuple[object, BaseException | None]

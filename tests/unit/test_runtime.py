@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstow.runtime import Clock, SystemClock, ThreadExecutor, WorkDropped, run_within
+from kvstow.errors import WorkDropped
+from kvstow.runtime import Clock, SystemClock, ThreadExecutor, run_within
 
 PATIENCE_S = 30.0  # how long a test waits for what must come
 

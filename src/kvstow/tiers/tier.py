@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from kvstow.backends.base import Done, Store
-from kvstow.errors import StoreRefused, StoreUnavailable
+from kvstow.errors import StoreRefused, StoreUnavailable, WorkDropped
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.pool.index import Got
 from kvstow.pool.pool import Lease
-from kvstow.runtime import Clock, Executor, WorkDropped
+from kvstow.runtime import Clock, Executor
 from kvstow.text import printable
 from kvstow.tiers.breaker import Breaker, BreakerState, NotAsked
 from kvstow.tiers.call import Call

@@ -1,5 +1,7 @@
-"""A worker's device over direct storage: another device copies between pages and staging, the rest is
-``kvstow.direct``."""
+"""A worker's device over direct storage.
+
+Another device copies between pages and staging; ``kvstow.direct`` moves staging to and from extents.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from kvstow.device.base import Device, Finished, KVCache, KVSpec, Transfer
 from kvstow.direct.base import Extent, Media, Staging
 from kvstow.direct.geometry import DirectRef
 from kvstow.direct.pipeline import CopyEnd, Pipeline
-from kvstow.errors import CopyError, UnsupportedError
+from kvstow.errors import FailurePolicyError, UnsupportedError
 from kvstow.layout import HEADER_BYTES, GroupPages, Place, Span
 from kvstow.runtime import Clock, Executor, SystemClock
 
 
 class _Mover:
-    """``Mover`` by way of a device."""
+    """Copies between pages and staging with a device."""
 
     def __init__(self, inner: Device, staging: Staging) -> None:
         self._inner = inner
@@ -45,9 +47,16 @@ class _Mover:
 
 
 class DirectDevice:
-    """``Device`` whose places are extents. ``staging`` is where ``inner`` finds the areas of ``media``; ``executor``,
-    closed with this, runs the media's calls; ``shard``: which of a place's spans are this rank's; ``strict``: a failed
-    transfer raises."""
+    """A ``Device`` whose places are extents.
+
+    Args:
+        inner: Copies between pages and ``staging``.
+        media: Reads and writes extents.
+        staging: Where ``inner`` finds the areas of ``media``.
+        executor: Runs the calls of ``media``; closed with this device.
+        shard: Index of this rank's span in a place.
+        strict: A failed transfer raises ``FailurePolicyError``.
+    """
 
     def __init__(
         self,
@@ -71,7 +80,7 @@ class DirectDevice:
 
     @property
     def hung(self) -> bool:
-        """Whether NVMe did not answer, and has not since: nothing is asked of it."""
+        """Whether NVMe has stopped answering; it is given no work while it has."""
         return self._pipeline.hung
 
     def attach(
@@ -105,7 +114,7 @@ class DirectDevice:
         self._pipeline.submit(ticket, items, load=load)
 
     def finished(self) -> list[Finished]:
-        """Raises ``CopyError`` for a failed transfer where the user asked for that."""
+        """Raises ``FailurePolicyError`` for a failed transfer if ``direct.failure_policy`` is ``raise``."""
         ended, self._refused = self._refused, []
         for end in self._pipeline.ended():
             error = end.error
@@ -113,7 +122,7 @@ class DirectDevice:
                 keys = "" if end.load else f" for {end.io_failed} keys"
                 error = f"{self._name} batched {'read' if end.load else 'write'} failed{keys}: {end.error}"
                 if self._strict:
-                    raise CopyError(f"{error} (direct.failure_policy is raise)")
+                    raise FailurePolicyError(f"{error} (direct.failure_policy is raise)")
             ended.append(Finished(end.ticket, end.failed, error, end.moved_bytes, end.seconds))
         return ended
 
@@ -126,7 +135,10 @@ class DirectDevice:
 
 
 def open_direct(inner: Device, ref: DirectRef, shard: int, kv_device: torch.device) -> DirectDevice:
-    """The device of a rank, as the scheduler's side said. Raises ``UnsupportedError``."""
+    """Opens a rank's direct storage as the scheduler's side has chosen it.
+
+    Raises ``UnsupportedError`` where the rank's device cannot run it.
+    """
     staging: Staging
     media: Media
     if ref.engine == "rds":
@@ -139,10 +151,20 @@ def open_direct(inner: Device, ref: DirectRef, shard: int, kv_device: torch.devi
                 f"direct.engine rds serves RBLN NPUs, and KV is on {kv_device.type!r}"
             )
         payload_bytes = ref.geometry.extent_bytes[shard] - HEADER_BYTES
-        staging = pools = DeviceStaging(npu, kv_device, ref.areas(shard), payload_bytes)
+        pools = DeviceStaging(npu, kv_device, ref.areas(shard), payload_bytes)
+        staging = pools
         media = build.rds_media(api, ref, shard, kv_device.index or 0, pools.areas)
     else:
-        media = staging = file = build.file_media(ref, shard)
+        file = build.file_media(ref, shard)
+        staging = file
+        media = file
         inner.map_pool(file.memory, 0)
-    strict, executor = ref.failure_policy == "raise", build.direct_executor(ref)
-    return DirectDevice(inner, media, staging, executor, SystemClock(), shard=shard, strict=strict)
+    return DirectDevice(
+        inner,
+        media,
+        staging,
+        build.direct_executor(ref),
+        SystemClock(),
+        shard=shard,
+        strict=ref.failure_policy == "raise",
+    )

@@ -1,4 +1,4 @@
-"""Copies that the workers were asked to make: what pins their places, and what becomes of each."""
+"""The copy jobs that were sent to the workers: the leases that pin their places, and how each job ended."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from kvstow.vllm.requests import Tracked
 
 logger = logging.getLogger("kvstow")
 
-JOB_DEADLINE_S: Final = (
-    60.0  # an idle engine is kept stepping at most this long for a worker's answer
-)
+JOB_DEADLINE_S: Final = 60.0  # vLLM is kept stepping at most this long for a worker's answer
 
 
 @dataclass(slots=True)
-class Sent:
-    """A job that workers have not all acknowledged. ``leases[i]`` pins the place of copy ``i``."""
+class SentJob:
+    """A job that not all workers have acknowledged.
+
+    ``leases[i]`` pins the place of copy ``i``. ``level`` is that of the job's line in the log. ``lost``: part of a load
+    had no place any more, and the workers report its blocks.
+    """
 
     req_id: str
     load: bool
@@ -32,23 +34,23 @@ class Sent:
     moved_tokens: int
     total_tokens: int
     since_s: float
-    level: int  # of its line in the log
-    lost: bool = False  # part of a load had no place any more: the workers report its blocks
+    level: int
+    lost: bool = False
     report: JobReport = field(default_factory=lambda: JobReport(0, set(), 0, 0.0))
 
 
 class Jobs:
-    """Owner's thread only. A job has ended once every one of ``ranks`` ranks has reported it."""
+    """Jobs by number, on the owner's thread only. A job has ended once all ``ranks`` ranks have reported it."""
 
     def __init__(
-        self, engine: Cache, ranks: int, chunk_tokens: int, *, clock: Clock, metrics: Metrics
+        self, cache: Cache, ranks: int, chunk_tokens: int, *, clock: Clock, metrics: Metrics
     ) -> None:
-        self._engine = engine
+        self._cache = cache
         self._ranks = ranks
         self._chunk_tokens = chunk_tokens
         self._clock = clock
         self._metrics = metrics
-        self._sent: dict[int, Sent] = {}
+        self._sent: dict[int, SentJob] = {}
         self._next = 0
 
     def new(
@@ -62,14 +64,24 @@ class Jobs:
         moved: int,
         lost: list[int] | None = None,
     ) -> Job:
-        """A job of one request; it keeps ``leases``. ``lost``: blocks that nothing can be loaded into."""
+        """Numbers a job of one request and keeps its leases.
+
+        Args:
+            tracked: The request.
+            copies: What the workers copy.
+            leases: Pins of the copies' places, in the same order.
+            load: True to copy into device blocks, False to copy out of them.
+            required: Tokens that vLLM was promised, or that are to be stored.
+            moved: Tokens that the copies move.
+            lost: Blocks of a load that no copy fills.
+        """
         request = tracked.request
         job = Job(self._next, request.request_id, copies)
         self._next += 1
         job.lost = lost or []
         # Chunks of a request that decodes come one by one, several in every step of a busy engine: no line for each.
         level = logging.DEBUG if request.num_output_tokens and not load else logging.INFO
-        self._sent[job.job] = Sent(
+        self._sent[job.job] = SentJob(
             job.req_id,
             load,
             leases,
@@ -82,8 +94,8 @@ class Jobs:
         )
         return job
 
-    def ended(self, reports: Mapping[int, JobReport]) -> Iterator[tuple[int, Sent]]:
-        """Take the workers' reports; give each job that has ended by them."""
+    def ended(self, reports: Mapping[int, JobReport]) -> Iterator[tuple[int, SentJob]]:
+        """Adds the workers' reports and yields each job that has ended by them, with its number."""
         for number, report in reports.items():
             sent = self._sent.get(number)
             if sent is None:
@@ -93,15 +105,15 @@ class Jobs:
                 del self._sent[number]
                 yield number, sent
 
-    def settle(self, sent: Sent, *, publish: bool) -> None:
-        """Commit what a store has filled, where ``publish``; release every place, count and log."""
+    def settle(self, sent: SentJob, *, publish: bool) -> None:
+        """Releases every place of an ended job, counts and logs it. ``publish``: commits stored chunks first."""
         report = sent.report
-        tier = self._engine.place_tier
+        tier = self._cache.place_tier
         for index, lease in enumerate(sent.leases):
             if index in report.failed:
-                self._engine.failed(lease)
+                self._cache.failed(lease)
             elif publish and not sent.load:
-                self._engine.commit(lease)
+                self._cache.commit(lease)
             lease.release()
         failed = len(report.failed)
         done = len(sent.leases) - failed
@@ -116,27 +128,30 @@ class Jobs:
             self._metrics.observe(f"{verb}_seconds", report.seconds, tier=tier)
         self._log(sent, done)
 
-    def _log(self, sent: Sent, done: int) -> None:
+    def _log(self, sent: SentJob, done: int) -> None:
         if not logger.isEnabledFor(sent.level):
             return
         report = sent.report
         moved = sent.moved_tokens if done == len(sent.leases) else done * self._chunk_tokens
         rate = report.moved_bytes / report.seconds / 1e9 if report.seconds > 0 else 0.0
-        what, wanted = (
-            (
-                "Retrieved %d out of %d required tokens (from %d total tokens)",
-                (sent.required_tokens, sent.total_tokens),
+        if sent.load:
+            what = (
+                f"Retrieved {moved} out of {sent.required_tokens} required tokens "
+                f"(from {sent.total_tokens} total tokens)"
             )
-            if sent.load
-            else ("Stored %d out of %d total tokens", (sent.total_tokens,))
-        )
+        else:
+            what = f"Stored {moved} out of {sent.total_tokens} total tokens"
         logger.log(
             sent.level,
-            what + ", size: %.2f MB, cost %.1f ms, throughput: %.2f GB/s, request %s",
-            *(moved, *wanted, report.moved_bytes / 1e6, report.seconds * 1e3, rate, sent.req_id),
+            "%s, size: %.2f MB, cost %.1f ms, throughput: %.2f GB/s, request %s",
+            what,
+            report.moved_bytes / 1e6,
+            report.seconds * 1e3,
+            rate,
+            sent.req_id,
         )
 
     def busy(self) -> bool:
-        """Whether an answer is outstanding and not past its deadline."""
+        """Returns whether an answer is outstanding and not past its deadline."""
         now = self._clock.monotonic()
         return any(now - sent.since_s < JOB_DEADLINE_S for sent in self._sent.values())

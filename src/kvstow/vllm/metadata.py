@@ -1,4 +1,4 @@
-"""What the scheduler's and the workers' connectors tell each other. Plain data; vLLM carries it."""
+"""The messages between the scheduler's and the workers' connectors: plain data that vLLM carries."""
 
 from __future__ import annotations
 
@@ -16,30 +16,36 @@ from kvstow.pool.pool import PoolRef
 
 
 @dataclass
-class Hello(KVConnectorHandshakeMetadata):
-    """One rank's answer at start: what its device recognised, and where it runs."""
+class Handshake(KVConnectorHandshakeMetadata):
+    """One rank's answer at start: what its device recognised, and where it runs.
+
+    ``shard`` is the pipeline rank and the number of the distinct slice of KV heads; ranks with equal bytes have equal
+    shards. ``host`` is the boot id: every rank must share the scheduler's host memory. ``backends`` names the rank's
+    attention backends.
+    """
 
     groups: tuple[GroupPages, ...]
-    shard: tuple[
-        int, int
-    ]  # (pipeline rank, which distinct slice of the KV heads); equal on ranks with equal bytes
-    host: str  # boot id: every rank must share the scheduler's host memory
-    backends: str  # names of its attention backends
+    shard: tuple[int, int]
+    host: str
+    backends: str
 
 
 @dataclass
 class Mount:
-    """The places, host pool or direct storage, and which of a place's spans each ``(pp_rank, tp_rank)`` copies; a
-    non-writer only reads."""
+    """How workers reach the host pool or direct storage, and what each rank copies there.
 
-    pool: PoolRef | DirectRef
+    ``shards`` maps each ``(pp_rank, tp_rank)`` to the index of its span in a place. A rank that is not in ``writers``
+    only reads.
+    """
+
+    places: PoolRef | DirectRef
     shards: dict[tuple[int, int], int]
     writers: frozenset[tuple[int, int]]
 
 
 @dataclass(slots=True)
 class Copy:
-    """One chunk, or its tail: device blocks ``block_ids`` are its blocks ``first_block, first_block + 1, ...``"""
+    """One chunk, or its tail: ``block_ids`` are device blocks, the chunk's blocks from ``first_block`` on."""
 
     place: Place
     block_ids: list[int]
@@ -58,29 +64,30 @@ class Job:
 
 @dataclass
 class StepMeta(KVConnectorMetadata):
-    """Scheduler to workers, every step."""
+    """Scheduler to workers, every step.
+
+    The step's forward pass may reuse the blocks of ``preempted`` requests. A request in ``finishing`` is reported as
+    ``finished_sending`` once its stores have ended. ``mount`` is sent until every rank has reported it. The workers
+    give ``step`` back once the step is done; 0 asks for no answer.
+    """
 
     loads: list[Job] = field(default_factory=list)
     stores: list[Job] = field(default_factory=list)
-    preempted: set[str] = field(
-        default_factory=set
-    )  # their blocks may be reused by this step's forward
-    finishing: list[str] = field(
-        default_factory=list
-    )  # report finished_sending once their stores have ended
+    preempted: set[str] = field(default_factory=set)
+    finishing: list[str] = field(default_factory=list)
     has_forward: bool = True
-    mount: Mount | None = None  # sent until every rank has reported it
-    step: int = 0  # to be given back once the step is done; 0: not
+    mount: Mount | None = None
+    step: int = 0
 
 
 @dataclass(slots=True)
 class JobReport:
-    """The end of a job on ``ranks`` ranks. ``failed`` are indices of its copies."""
+    """A job's end on ``ranks`` ranks: indices of failed copies, bytes moved, the slowest rank's seconds."""
 
     ranks: int
     failed: set[int]
     moved_bytes: int
-    seconds: float  # the slowest rank's
+    seconds: float
 
     def merge(self, other: JobReport) -> None:
         self.ranks += other.ranks
@@ -91,17 +98,19 @@ class JobReport:
 
 @dataclass
 class WorkerMeta(KVConnectorWorkerMetadata):
-    """Workers to scheduler, summed over ranks by vLLM before the scheduler sees it."""
+    """Workers to scheduler; vLLM sums it over ranks.
+
+    ``step`` is the step that has been done, ``mounted`` the number of ranks that mapped the places in it. ``hung`` maps
+    a rank to whether its NVMe has stopped answering. ``errors`` say why a rank cannot take part or why copies failed.
+    ``switched_off``: a rank takes no further part, after an error that was not foreseen.
+    """
 
     jobs: dict[int, JobReport] = field(default_factory=dict)
-    step: int = 0  # the one that has been done
-    mounted: int = 0  # ranks that mapped the pool in this step
-    hung: dict[tuple[int, int], bool] = field(
-        default_factory=dict
-    )  # ranks whose NVMe stopped answering, or does again
-    errors: list[str] = field(
-        default_factory=list
-    )  # why a rank cannot take part, or why copies failed
+    step: int = 0
+    mounted: int = 0
+    hung: dict[tuple[int, int], bool] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    switched_off: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerMeta)
@@ -111,4 +120,5 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         self.mounted += other.mounted
         self.hung |= other.hung
         self.errors += other.errors
+        self.switched_off = self.switched_off or other.switched_off
         return self

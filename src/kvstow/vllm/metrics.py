@@ -1,11 +1,19 @@
-"""kvstow's metrics on their way through vLLM: from scheduler and workers to its log and its ``/metrics``."""
+"""kvstow's metrics on their way through vLLM: from scheduler and workers to its log and its ``/metrics``.
+
+No error leaves this module, neither of the metrics nor of the Prometheus client: vLLM calls it while it streams
+answers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -13,11 +21,39 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvstow.metrics import METRICS, OTHER, MetricSpec, merge, split_series
 
+logger = logging.getLogger("kvstow")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+KINDS: Final = (("counters", "counter"), ("gauges", "gauge"), ("histograms", "histogram"))
 HOST_TIER = "memory"
 
 
+@functools.cache
+def _log_once(what: str) -> None:
+    """Logs the exception that is being handled, once for each ``what``."""
+    logger.exception("%s failed; metrics of kvstow may be wrong or missing from now on", what)
+
+
+def _contained(fallback: object) -> Callable[[Function], Function]:
+    """Makes a function return ``fallback`` where it would raise."""
+
+    def wrap(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                _log_once(function.__qualname__)
+                return fallback
+
+        return cast(Function, call)
+
+    return wrap
+
+
 class KVStowStats(KVConnectorStats):
-    """What changed since the last report: a snapshot of ``kvstow.metrics``. vLLM sends ``data`` between processes."""
+    """Changes since the last report: a snapshot of ``kvstow.metrics``. vLLM sends ``data`` between processes."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -26,21 +62,29 @@ class KVStowStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        self.data = merge(self.data, other.data)
+        self._merge(other)
         return self
 
+    @_contained(None)
+    def _merge(self, other: KVConnectorStats) -> None:
+        self.data = merge(self.data, other.data)
+
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's periodic log line: counts of the interval, gauges as they are, the mean of histograms."""
-        reduced: dict[str, int | float] = {}
-        for part in ("counters", "gauges"):
-            for series, value in self.data.get(part, {}).items():
-                reduced[_shown(series)] = round(value, 3)
-        for series, cells in self.data.get("histograms", {}).items():
-            count = sum(cell[1] for cell in cells)
-            reduced[f"{_shown(series)} mean"] = round(
-                sum(cell[2] for cell in cells) / max(1, count), 6
-            )
-        return reduced
+        """Returns the interval's counts, gauges and means of histograms, for vLLM's periodic log line."""
+        return _reduced(self.data)
+
+
+@_contained({})
+def _reduced(data: dict[str, Any]) -> dict[str, int | float]:
+    reduced: dict[str, int | float] = {}
+    for part in ("counters", "gauges"):
+        for series, value in data.get(part, {}).items():
+            reduced[_shown(series)] = round(value, 3)
+    for series, cells in data.get("histograms", {}).items():
+        count = sum(cell[1] for cell in cells)
+        total = sum(cell[2] for cell in cells)
+        reduced[f"{_shown(series)} mean"] = round(total / max(1, count), 6)
+    return reduced
 
 
 def _shown(series: str) -> str:
@@ -48,11 +92,13 @@ def _shown(series: str) -> str:
     return f"{name}{list(values)}".replace("'", "") if values else name
 
 
+_collectors: list[Any] = []  # of the last exporter in this process
+
+
 class KVStowPromMetrics(KVConnectorPromMetrics):
     """Prometheus metrics of the table, named ``kvstow_…``, with vLLM's own labels first.
 
-    They go through the classes that vLLM hands over, so that they work with several API servers and with Ray.
-    ``observe`` never raises: it runs while a request's answer is streamed.
+    They use the classes that vLLM hands over, so that they work with several API servers and with Ray.
     """
 
     def __init__(
@@ -64,21 +110,15 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _unregister_previous()
-        self._families = {
-            name: self._family(name, spec, labelnames) for name, spec in METRICS.items()
-        }
+        self._families: dict[str, Any] = {}
         self._bound: dict[tuple[int, str], Any] = {}
-        for engine in (
-            per_engine_labelvalues
-        ):  # what can be known in advance is there, as 0, from the first scrape on
-            for name, spec in METRICS.items():
-                if spec.labels == ("tier",):
-                    self._metric(engine, f"{name}|{HOST_TIER}")
-                elif not spec.labels:
-                    self._metric(engine, name)
+        for name, spec in METRICS.items():
+            self._register(name, spec)
 
-    def _family(self, name: str, spec: MetricSpec, labelnames: list[str]) -> Any:
-        kinds = {
+    @_contained(None)
+    def _register(self, name: str, spec: MetricSpec) -> None:
+        """Registers one metric. Series whose labels are known in advance are there, as 0, from the first scrape on."""
+        classes = {
             "counter": self._counter_cls,
             "gauge": self._gauge_cls,
             "histogram": self._histogram_cls,
@@ -88,50 +128,63 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
             more = {"multiprocess_mode": "mostrecent"}
         elif spec.kind == "histogram":
             more = {"buckets": spec.buckets}
-        return kinds[spec.kind](
+        family = classes[spec.kind](
             name=spec.exported(name),
             documentation=spec.help,
-            labelnames=[*labelnames, *spec.labels],
+            labelnames=[*self._labelnames, *spec.labels],
             **more,
         )
+        _collectors.append(family)
+        self._families[name] = family
+        for engine in self.per_engine_labelvalues:
+            if spec.labels == ("tier",):
+                self._metric(engine, f"{name}|{HOST_TIER}")
+            elif not spec.labels:
+                self._metric(engine, name)
 
     def _metric(self, engine: int, series: str) -> Any | None:
-        """The metric of one series, None for one that isn't in the table."""
+        """Returns the metric of one series, or None if the series isn't in the table."""
         bound = self._bound.get((engine, series))
         if bound is None:
             name, values = split_series(series)
             labels = self.per_engine_labelvalues.get(engine)
-            if labels is None or name not in METRICS or len(values) != len(METRICS[name].labels):
+            family = self._families.get(name)
+            if labels is None or family is None or len(values) != len(METRICS[name].labels):
                 return None
-            bound = self._families[name].labels(*labels, *(value or OTHER for value in values))
+            bound = family.labels(*labels, *(value or OTHER for value in values))
             self._bound[engine, series] = bound
         return bound
 
+    @_contained(None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for part, kind in (
-            ("counters", "counter"),
-            ("gauges", "gauge"),
-            ("histograms", "histogram"),
-        ):
+        for part, kind in KINDS:
             for series, value in (transfer_stats_data.get(part) or {}).items():
-                metric = self._metric(engine_idx, series)
-                spec = METRICS.get(split_series(series)[0])
-                if metric is None or spec is None or spec.kind != kind:
-                    continue
-                if kind == "histogram":
-                    _observe_cells(metric, spec.buckets, value)
-                elif _is_amount(value):
-                    metric.inc(value) if kind == "counter" else metric.set(value)
+                self._observe_series(engine_idx, kind, series, value)
+
+    @_contained(None)
+    def _observe_series(self, engine: int, kind: str, series: str, value: Any) -> None:
+        metric = self._metric(engine, series)
+        spec = METRICS.get(split_series(series)[0])
+        if metric is None or spec is None or spec.kind != kind:
+            return
+        if kind == "histogram":
+            _observe_cells(metric, spec.buckets, value)
+        elif not _is_amount(value):
+            return
+        elif kind == "counter":
+            metric.inc(value)
+        else:
+            metric.set(value)
 
 
 def _observe_cells(metric: Any, buckets: tuple[float, ...], cells: Any) -> None:
-    """Put a bucket's observations into the histogram: as often as there were, each the bucket's mean, so that counts
-    and sum come out right through the public interface alone."""
+    """Adds each bucket's observations to a histogram, every one as the bucket's mean.
+
+    So counts and sum come out right through the client's public interface.
+    """
     for bucket, count, total in cells:
-        if (
-            not (_is_amount(count) and _is_amount(total) and 0 <= bucket <= len(buckets))
-            or not count
-        ):
+        valid = _is_amount(count) and _is_amount(total) and 0 <= bucket <= len(buckets)
+        if not valid or not count:
             continue
         low = math.nextafter(buckets[bucket - 1], math.inf) if bucket else 0.0
         high = buckets[bucket] if bucket < len(buckets) else math.inf
@@ -145,9 +198,7 @@ def _is_amount(value: object) -> bool:
 
 
 def _unregister_previous() -> None:
-    """A second engine in one process registers the same names; vLLM does the same for its own."""
-    for collector in list(REGISTRY._collector_to_names):
-        if isinstance(collector, Counter | Gauge | Histogram) and collector._name.startswith(
-            "kvstow_"
-        ):
-            REGISTRY.unregister(collector)
+    """Removes the metrics of an engine that ran in this process before; vLLM does the same with its own."""
+    while _collectors:
+        with contextlib.suppress(KeyError):
+            REGISTRY.unregister(_collectors.pop())

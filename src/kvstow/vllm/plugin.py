@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final
 
 CONNECTOR: Final = "KVStowConnector"
 
 
 def register() -> None:
-    """Make ``"kv_connector": "KVStowConnector"`` known to vLLM. Safe to call again in one process."""
+    """Registers ``"kv_connector": "KVStowConnector"`` with vLLM. Safe to call again in one process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if CONNECTOR not in KVConnectorFactory._registry:
+    with contextlib.suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(CONNECTOR, "kvstow.vllm.connector", CONNECTOR)

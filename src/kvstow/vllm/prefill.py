@@ -1,4 +1,4 @@
-"""How long vLLM's steps take, as seen from its scheduler: what loading is measured against.
+"""How long vLLM's steps take, as its scheduler sees them. Loading is measured against it.
 
 A step begins when its metadata is built and ends when the workers' answer to it comes. With asynchronous scheduling
 and pipelines the next one is built before that: it begins, for the workers, when the one before has ended. Workers
@@ -26,10 +26,10 @@ class _Step(NamedTuple):
 
 
 class StepTimes:
-    """Owner's thread only. Tells ``engine`` of every step that has ended."""
+    """Times vLLM's steps and reports each to the cache, on the owner's thread only."""
 
-    def __init__(self, engine: Cache, clock: Clock) -> None:
-        self._engine = engine
+    def __init__(self, cache: Cache, clock: Clock) -> None:
+        self._cache = cache
         self._clock = clock
         self._open: deque[_Step] = deque(maxlen=MAX_OPEN_STEPS)
         self._number = 0
@@ -37,18 +37,18 @@ class StepTimes:
         self._backlog = 0
 
     def admitted(self, tokens: int) -> None:
-        """vLLM is going to compute so many prompt tokens of a request."""
-        if self._engine.learns:
+        """Adds ``tokens`` of a request's prompt to those that vLLM is going to compute."""
+        if self._cache.learns:
             self._set_backlog(self._backlog + tokens)
 
     def _set_backlog(self, tokens: int) -> None:
         if tokens != self._backlog:
             self._backlog = tokens
-            self._engine.backlog(tokens)
+            self._cache.backlog(tokens)
 
     def began(self, output: SchedulerOutput) -> int:
-        """A step is sent to the workers. The number that they are to give back; 0: nobody asks."""
-        if not output.total_num_scheduled_tokens or not self._engine.learns:
+        """Starts timing a step. Returns the number that the workers give back; 0 asks for no answer."""
+        if not output.total_num_scheduled_tokens or not self._cache.learns:
             return 0
         prefill = prefill_tokens(output)
         # A request that is gone or preempted is not subtracted: with nothing to compute there is no backlog either.
@@ -58,16 +58,16 @@ class StepTimes:
         return self._number
 
     def ended(self, number: int) -> None:
-        """The workers have done step ``number``."""
+        """Reports step ``number``, which the workers have done, to the cache."""
         while self._open and self._open[0].number <= number:
             step = self._open.popleft()
             if step.number == number:
                 now = self._clock.monotonic()
-                self._engine.stepped(step.prefill_tokens, now - max(step.began_s, self._ended_s))
+                self._cache.stepped(step.prefill_tokens, now - max(step.began_s, self._ended_s))
                 self._ended_s = now
 
 
 def prefill_tokens(output: SchedulerOutput) -> int:
-    """Prompt tokens of a step: all but one token, and the drafts, of each request that was there before."""
+    """Returns a step's prompt tokens: all but one token, and the drafts, of each request scheduled before."""
     drafts = sum(len(tokens) for tokens in output.scheduled_spec_decode_tokens.values())
     return output.total_num_scheduled_tokens - drafts - len(output.scheduled_cached_reqs.req_ids)

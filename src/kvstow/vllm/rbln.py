@@ -1,10 +1,10 @@
 """The connector for vllm-rbln, under the name that it knows.
 
 ``{"kv_connector": "RBLNLMCacheConnectorV1", "kv_connector_module_path": "kvstow.vllm.rbln", "kv_role": "kv_both"}``:
-the module's path is stronger than what vllm-rbln registers under that name, and the name is one of those with which it
-sizes KV dynamically. Settings come from ``LMCACHE_*`` too, see ``kvstow.vllm.lmcache``.
+the module's path takes precedence over what vllm-rbln registers under that name, and with that name vllm-rbln sizes KV
+dynamically. Settings come from ``LMCACHE_*`` too, see ``kvstow.vllm.lmcache``.
 
-Not run on an NPU: its tests run the unmodified vllm-rbln 0.12.0 on an emulated device, ``tests/rbln``.
+It has not run on an NPU: its tests run the unmodified vllm-rbln 0.12.0 on an emulated device, ``tests/rbln``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kvstow.vllm.connector import KVStowConnector
+from kvstow.vllm.connector import KVStowConnector, guarded
 from kvstow.vllm.rbln_config import refuse_meta, refuse_unserved
 
 if TYPE_CHECKING:
@@ -41,23 +41,29 @@ class RBLNLMCacheConnectorV1(KVStowConnector):
     ) -> None:
         refuse_unserved(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
-        self._registered: dict[str, torch.Tensor] | None = None  # and not finalised yet
+        self._unfinalised: dict[str, torch.Tensor] | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Their physical views exist only after warm-up: they are looked at when it is finalised. May come again, with
-        other tensors, when KV was sized anew."""
+        """Keeps the tensors until registration is finalised: their physical views exist only after warm-up.
+
+        vllm-rbln calls it again, with other tensors, when it has sized KV anew.
+        """
         refuse_meta(kv_caches)
-        self._registered = dict(kv_caches)
+        self._unfinalised = dict(kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: Callable[..., None]) -> None:
         return  # vllm-rbln's own copy of blocks: kvstow's device copies straight between pages and the pool
 
     def finalize_kv_cache_registration(self) -> None:
-        """After warm-up, or after KV was sized anew. Without a warm-up, or eagerly, vllm-rbln never calls it; then the
-        handshake or the first step does."""
-        registered, self._registered = self._registered, None
-        if registered is not None:
-            super().register_kv_caches(registered)
+        """Recognises the tensors' layouts.
+
+        vllm-rbln calls it after warm-up, and after it has sized KV anew. Without a warm-up, or eagerly, it does not;
+        then the handshake or the first step does.
+        """
+        kv_caches = self._unfinalised
+        self._unfinalised = None
+        if kv_caches is not None:
+            super().register_kv_caches(kv_caches)
 
     def flush_deferred_load(self) -> None:
         return  # no load is held back: they start with the step, and no request runs before its load has ended
@@ -66,6 +72,7 @@ class RBLNLMCacheConnectorV1(KVStowConnector):
         self.finalize_kv_cache_registration()
         return super().get_handshake_metadata()
 
+    @guarded(KVStowConnector.bind_connector_metadata)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self.finalize_kv_cache_registration()  # before anything of a step is transferred
         super().bind_connector_metadata(connector_metadata)

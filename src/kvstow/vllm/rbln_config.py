@@ -1,4 +1,4 @@
-"""What vllm-rbln's configuration says. Nothing of the vendor's is imported: the configuration is only read."""
+"""Reads vllm-rbln's configuration. It imports nothing of the vendor's."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 DEVICE_TENSOR_VARIABLE: Final = "VLLM_RBLN_USE_DEVICE_TENSOR"
-TRUE: Final = ("true", "1")  # as vllm-rbln reads it; unset it is true
-NUMERICS: Final = (
-    "compile_dtype",
-    "enforce_model_fp32",
-    "use_custom_kernel",
-    "use_w8a8",
-)  # these change KV's values
+TRUE: Final = ("true", "1")  # vllm-rbln's own rule; the variable's default is true
+# The fields of vllm-rbln's configuration that change KV's values.
+NUMERICS: Final = ("compile_dtype", "enforce_model_fp32", "use_custom_kernel", "use_w8a8")
 
 
 def refuse_unserved(vllm_config: VllmConfig) -> None:
-    """Raise ``UnsupportedError``, a RuntimeError, where vllm-rbln would give a connector no KV or no hit."""
+    """Raises ``UnsupportedError`` where vllm-rbln would give a connector no KV, or where every lookup would miss."""
     # vllm-rbln resets model_config.model_impl; what it chose shows in the type of its own configuration.
     if not hasattr(vllm_config.additional_config, "use_custom_kernel"):
         raise UnsupportedError(
@@ -52,7 +48,7 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
 
 
 def refuse_meta(kv_caches: Mapping[str, KVCache]) -> None:
-    """Raise ``UnsupportedError`` for tensors without memory."""
+    """Raises ``UnsupportedError`` for tensors without memory."""
     for name, cache in kv_caches.items():
         if isinstance(cache, torch.Tensor) and cache.device.type == "meta":
             raise UnsupportedError(
@@ -62,13 +58,13 @@ def refuse_meta(kv_caches: Mapping[str, KVCache]) -> None:
 
 
 def block_axis(vllm_config: VllmConfig) -> BlockAxis:
-    """The axis that counts blocks in the KV of attention layers."""
+    """Returns the axis that counts blocks in the KV of attention layers."""
     config: Any = vllm_config.additional_config
     return 1 if getattr(config, "use_custom_kernel", False) else 0
 
 
 def numerics(vllm_config: VllmConfig) -> str:
-    """What of vllm-rbln's configuration changes the values of KV, for the namespace; nothing for another platform."""
+    """Returns the fields of vllm-rbln's configuration that change KV's values, for the namespace; "" elsewhere."""
     config: Any = vllm_config.additional_config
     if not hasattr(config, "use_custom_kernel"):
         return ""

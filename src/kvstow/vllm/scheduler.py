@@ -1,6 +1,6 @@
-"""The connector in vLLM's scheduler process: what is a hit, what is loaded, what is stored.
+"""The connector in vLLM's scheduler process: which tokens are hits, and what workers load and store.
 
-One thread, vLLM's engine core loop, calls everything here; nothing here blocks.
+vLLM's engine core loop is the one thread that calls it. No method but ``close`` blocks.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstow.cache import Cache, Found
 from kvstow.direct.hangs import HungRanks
-from kvstow.errors import UnsupportedError
 from kvstow.key import Namespace
 from kvstow.metrics import Metrics
-from kvstow.pool.pool import Lease
 from kvstow.runtime import Clock
 from kvstow.vllm.fingerprint import Adapters
-from kvstow.vllm.jobs import JOB_DEADLINE_S, Jobs, Sent
+from kvstow.vllm.jobs import JOB_DEADLINE_S, Jobs, SentJob
 from kvstow.vllm.metadata import Copy, Mount, StepMeta, WorkerMeta
 from kvstow.vllm.prefill import StepTimes
 from kvstow.vllm.requests import Rules, Tracked
+from kvstow.vllm.stores import StoreOffers
 from kvstow.vllm.taint import Taint
 
 if TYPE_CHECKING:
@@ -31,14 +30,26 @@ logger = logging.getLogger("kvstow")
 
 SKIP_LOAD: Final = "kvstow.skip_load"
 SKIP_STORE: Final = "kvstow.skip_store"
+CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class SchedulerSide:
-    """Decides; the workers' side copies. Built once the workers have said what their devices recognised."""
+    """Decides what is loaded and stored; the workers' sides copy.
+
+    Args:
+        cache: Knows where every chunk is.
+        namespace: The base model's.
+        rules: How prompts are cut into chunks.
+        mount: What each worker maps before it can copy.
+        loads: Whether ``kv_role`` allows loads.
+        stores: Whether ``kv_role`` allows stores.
+        on_mounted: Called once, when every rank has mapped the places.
+        adapters: Digests of LoRA adapters. None: a reader of its own.
+    """
 
     def __init__(
         self,
-        engine: Cache,
+        cache: Cache,
         namespace: Namespace,
         rules: Rules,
         mount: Mount,
@@ -50,29 +61,27 @@ class SchedulerSide:
         on_mounted: Callable[[], None] = lambda: None,
         adapters: Adapters | None = None,
     ) -> None:
-        self._engine = engine
+        self._cache = cache
         self._namespace = namespace
         self._adapters = adapters or Adapters()
         self._rules = rules
         self._mount = mount
         self._ranks = len(mount.shards)
         self._mounted = 0
-        self._hung = HungRanks(
-            metrics, used=engine.place_tier == "direct"
-        )  # while it is true, direct storage is bypassed
+        # While it is true, direct storage is bypassed.
+        self._hung = HungRanks(metrics, used=cache.place_tier == "direct")
         self._loads = loads
         self._stores = stores
         self._clock = clock
         self._metrics = metrics
         self._tracked: dict[str, Tracked] = {}
-        self._jobs = Jobs(engine, self._ranks, rules.chunk_tokens, clock=clock, metrics=metrics)
-        self._taint = None if engine.exact or not stores else Taint(rules)
-        self._times = StepTimes(engine, clock)
+        self._jobs = Jobs(cache, self._ranks, rules.chunk_tokens, clock=clock, metrics=metrics)
+        self._offers = StoreOffers(cache, rules, self._jobs)
+        self._taint = None if cache.exact or not stores else Taint(rules)
+        self._times = StepTimes(cache, clock)
         self._next_meta = StepMeta()
-        self._last: str | None = (
-            None  # the request that was answered last in this step, if none was admitted since
-        )
-        self._passed: set[str] = set()  # requests that had no room in steps which did nothing else
+        self._last_answered: str | None = None  # in this step, if none was admitted since
+        self._without_room: set[str] = set()  # requests that had none in steps that did nothing
         self._resets = 0
         self._started_s = clock.monotonic()
         self._broken = False
@@ -83,16 +92,17 @@ class SchedulerSide:
     def num_new_matched_tokens(
         self, request: Request, computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """vLLM's hook: tokens that can be loaded beyond ``computed_tokens``; None means ask again.
+        """Returns how many tokens beyond ``computed_tokens`` can be loaded; None means ask again.
 
-        Asked on every step while the request waits, so idempotent and cheap.
+        vLLM asks on every step while the request waits, so the answer is idempotent and cheap.
         """
         tokens, asynchronous = self._matched(request, computed_tokens)
-        # vLLM 0.30 admits nobody behind a request that has no room, even who keeps that room, for a load or after one
-        # that failed. So who had none asks again, and those behind it are asked, until a step does something.
-        if tokens is None or request.request_id in self._passed:
+        # vLLM 0.30 stops at the first request that has no room, even if one behind it holds that room, during a load
+        # or after a failed one. So a request without room is told to ask again, and those behind it are asked, until
+        # a step does something.
+        if tokens is None or request.request_id in self._without_room:
             return None, False
-        self._last = request.request_id
+        self._last_answered = request.request_id
         return tokens, asynchronous
 
     def _matched(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
@@ -108,7 +118,7 @@ class SchedulerSide:
         if self._mounted < self._ranks:
             return (None, False) if self._starting() else (0, False)
         chunk = self._rules.chunk_tokens
-        found = self._engine.fetch(request.request_id, tracked.keys(), computed_tokens // chunk)
+        found = self._cache.fetch(request.request_id, tracked.keys(), computed_tokens // chunk)
         if found.state is Found.PENDING:
             return None, False
         extra = found.chunks * chunk - computed_tokens
@@ -120,7 +130,7 @@ class SchedulerSide:
         return not self._broken and self._clock.monotonic() - self._started_s < JOB_DEADLINE_S
 
     def _track(self, request: Request) -> Tracked:
-        # Not always what vLLM says: in ``vllm_xargs`` a client may send anything under this name.
+        # A client can send any type under this name in ``vllm_xargs``.
         params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
         namespace = self._namespace_of(request)
         tracked = Tracked(
@@ -154,9 +164,15 @@ class SchedulerSide:
     def update_state_after_alloc(
         self, request: Request, block_ids: list[int], external_tokens: int
     ) -> None:
-        """vLLM's hook: ``external_tokens`` after the local hit are to be loaded into ``block_ids`` (all blocks of the
-        request, in order). 0 means that nothing is loaded, whatever was answered before."""
-        self._last = None
+        """Leases what a request loads and adds the load to the next step's metadata.
+
+        Args:
+            request: It has just been given its blocks.
+            block_ids: All blocks of the request, in order.
+            external_tokens: Tokens after the local hit that are to be loaded. 0: nothing is loaded, whatever was
+                answered before.
+        """
+        self._last_answered = None
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -166,24 +182,22 @@ class SchedulerSide:
             self._times.admitted(request.num_tokens - tracked.local_tokens)
             self._forget(request.request_id)
             return
-        start, end = tracked.local_tokens, tracked.local_tokens + external_tokens
-        chunk, block = self._rules.chunk_tokens, self._rules.block_tokens
-        first, last = start // chunk, -(-end // chunk)
-        keys = tracked.keys()[first:last]
-        leases = self._engine.hold(request.request_id, keys)
+        start = tracked.local_tokens
+        end = start + external_tokens
+        chunk = self._rules.chunk_tokens
+        block = self._rules.block_tokens
+        first = start // chunk
+        keys = tracked.keys()[first : -(-end // chunk)]
+        leases = self._cache.hold(request.request_id, keys)
         copies: list[Copy] = []
         for index, lease in enumerate(leases, start=first):
-            low, high = max(start, index * chunk), min(end, (index + 1) * chunk)
-            copies.append(
-                Copy(
-                    lease.place,
-                    block_ids[low // block : high // block],
-                    (low - index * chunk) // block,
-                )
-            )
+            low = max(start, index * chunk)
+            high = min(end, (index + 1) * chunk)
+            blocks = block_ids[low // block : high // block]
+            copies.append(Copy(lease.place, blocks, (low - index * chunk) // block))
         if self._taint is not None:
             for copy, key in zip(copies, keys, strict=False):
-                self._taint.loaded(copy.block_ids, lossy=self._engine.lossy(key))
+                self._taint.loaded(copy.block_ids, lossy=self._cache.lossy(key))
         held_end = max(start, min(end, (first + len(leases)) * chunk))
         lost = block_ids[held_end // block : -(-end // block)]
         moved = held_end - start
@@ -191,15 +205,15 @@ class SchedulerSide:
             tracked, copies, leases, load=True, required=external_tokens, moved=moved, lost=lost
         )
         tracked.loading = job.job
-        tracked.blocks = block_ids  # from now on they hold KV: a reset must know
+        tracked.blocks = block_ids  # they hold KV from now on: a reset must know
         self._next_meta.loads.append(job)
 
     def _forget(self, req_id: str) -> None:
         if not self._broken:
-            self._engine.forget(req_id)
+            self._cache.forget(req_id)
 
-    def lose(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
-        """A load that was promised cannot be made: have the workers report its blocks."""
+    def fail_load(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+        """Makes the workers report every block of a promised load, so that vLLM computes them."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.loading is not None:
             return
@@ -224,118 +238,70 @@ class SchedulerSide:
         self._metrics.count("requested_tokens", wanted)
         hits = 0
         for tier, tokens in tracked.sources.items():
+            chunks = -(-tokens // chunk)
             self._metrics.count("hit_tokens", tokens, tier=tier)
-            self._metrics.count("hit_chunks", -(-tokens // chunk), tier=tier)
-            hits += -(-tokens // chunk)
+            self._metrics.count("hit_chunks", chunks, tier=tier)
+            hits += chunks
         self._metrics.count("miss_chunks", max(0, wanted // chunk - hits))
 
     def _sources(self, req_id: str, external_tokens: int) -> dict[str, int]:
-        """``external_tokens`` by the tier they came from; what was not fetched for this request was there."""
+        """Splits ``external_tokens`` by tier; tokens that were not fetched for this request were in the pool."""
         sources: dict[str, int] = {}
         left = external_tokens
-        for tier, chunks in ({} if self._broken else self._engine.origins(req_id)).items():
+        origins = {} if self._broken else self._cache.origins(req_id)
+        for tier, chunks in origins.items():
             sources[tier] = min(left, chunks * self._rules.chunk_tokens)
             left -= sources[tier]
         if left:
-            sources[self._engine.place_tier] = left
+            sources[self._cache.place_tier] = left
         return {tier: tokens for tier, tokens in sources.items() if tokens}
 
     def hit_sources(self, request: Request) -> dict[str, int]:
-        """Tokens of the request's last load by tier."""
+        """Returns the tokens of the request's last load by tier."""
         tracked = self._tracked.get(request.request_id)
         return tracked.sources if tracked is not None else {}
 
     # --- a step --------------------------------------------------------------------------------------------------
 
     def build_meta(self, output: SchedulerOutput) -> StepMeta:
-        """vLLM's hook, once a step: loads promised since the last step, and every chunk that this step completes."""
+        """Returns a step's metadata: loads promised since the last step, and stores of the chunks that it completes."""
         if not self._broken:
-            self._engine.poll()
+            self._cache.poll()
             if self._taint is not None:
                 self._taint.step(output, self._tracked)
             if self._stores:
-                self._offer_new(output)
-                self._offer_cached(output)
-        if (
-            self._last is not None
-            and not output.total_num_scheduled_tokens
-            and not self._jobs.busy()
-        ):
-            self._passed.add(self._last)
-        else:
-            self._passed.clear()
-        self._last = None
-        meta, self._next_meta = self._next_meta, StepMeta()
-        meta.preempted = set(output.preempted_req_ids or ())
-        meta.has_forward = output.total_num_scheduled_tokens > 0
-        meta.step = self._times.began(output)
-        meta.mount = self._mount if self._mounted < self._ranks else None
+                reserve = self._mounted >= self._ranks and not self._hung
+                self._next_meta.stores += self._offers.step(output, self._tracked, reserve=reserve)
+        self._note_requests_without_room(output)
+        step = 0 if self._broken else self._times.began(output)
+        meta = self.reporting_meta(
+            output
+        )  # last: what it takes out is lost if anything raises after it
+        meta.step = step
+        if not self._broken and self._mounted < self._ranks:
+            meta.mount = self._mount
         return meta
 
-    def _offer_new(self, output: SchedulerOutput) -> None:
-        scheduled = output.num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            tracked = self._tracked.get(new.req_id)
-            if tracked is not None:
-                tracked.blocks = list(new.block_ids[0])
-                tracked.advance(
-                    0
-                )  # a session that goes on, or resumed after a preemption, comes here again
-                self._offer(tracked, new.num_computed_tokens + scheduled[new.req_id])
+    def _note_requests_without_room(self, output: SchedulerOutput) -> None:
+        did_nothing = not output.total_num_scheduled_tokens and not self._jobs.busy()
+        if self._last_answered is not None and did_nothing:
+            self._without_room.add(self._last_answered)
+        else:
+            self._without_room.clear()
+        self._last_answered = None
 
-    def _offer_cached(self, output: SchedulerOutput) -> None:
-        cached = output.scheduled_cached_reqs
-        scheduled = output.num_scheduled_tokens
-        get = self._tracked.get
-        resumed = cached.resumed_req_ids
-        for req_id, new_blocks, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            tracked = get(req_id)
-            if tracked is None:
-                continue
-            if new_blocks is not None:
-                if req_id in resumed:
-                    tracked.blocks = list(new_blocks[0])
-                    tracked.advance(0)
-                else:
-                    tracked.blocks += new_blocks[0]
-            if computed + scheduled[req_id] >= tracked.next_end:
-                self._offer(tracked, computed + scheduled[req_id])
-
-    def _offer(self, tracked: Tracked, computed_tokens: int) -> None:
-        """Give a place to every full chunk of ``tracked`` that no tier holds; refusals are counted by the engine."""
-        if not tracked.store or self._mounted < self._ranks or self._hung:
-            return
-        first, last = tracked.offered, tracked.complete_chunks(computed_tokens)
-        if last <= first:
-            return
-        tracked.advance(last)
-        keys = tracked.keys()[first : min(last, tracked.exact_chunks)]
-        per_chunk, chunk = self._rules.blocks_per_chunk, self._rules.chunk_tokens
-        copies: list[Copy] = []
-        leases: list[Lease] = []
-        for index in self._engine.missing(keys):
-            at = first + index
-            blocks = tracked.blocks[at * per_chunk : (at + 1) * per_chunk]
-            if (
-                len(blocks) < per_chunk or 0 in blocks
-            ):  # block 0 is vLLM's null block: this chunk's KV is gone
-                continue
-            lease = self._engine.reserve(keys[index], tracked.parent_hash(at), chunk)
-            if lease is not None:
-                copies.append(Copy(lease.place, blocks))
-                leases.append(lease)
-        if copies:
-            moved = len(copies) * chunk
-            job = self._jobs.new(tracked, copies, leases, load=False, required=moved, moved=moved)
-            tracked.stores.add(job.job)
-            self._next_meta.stores.append(job)
+    def reporting_meta(self, output: SchedulerOutput) -> StepMeta:
+        """Returns the metadata of a step that begins nothing new: what was promised, and what must be reported."""
+        meta = self._next_meta
+        self._next_meta = StepMeta()
+        meta.preempted = set(output.preempted_req_ids or ())
+        meta.has_forward = output.total_num_scheduled_tokens > 0
+        return meta
 
     # --- results -------------------------------------------------------------------------------------------------
 
     def update_from_workers(self, meta: WorkerMeta) -> None:
-        """vLLM's hook: what the workers have done, summed over ranks."""
+        """Takes what the workers have done, summed over ranks."""
         if meta.step:
             self._times.ended(meta.step)
         if meta.mounted:
@@ -346,86 +312,90 @@ class SchedulerSide:
         self._hung.update(meta.hung)
         for error in meta.errors:
             logger.error("A worker reports: %s", error)
-        if meta.errors and self._mounted < self._ranks:
+        if meta.switched_off:
+            self.disable("a worker has switched itself off")
+        elif meta.errors and self._mounted < self._ranks:
             self.disable(
                 meta.errors[0]
-            )  # before that nothing but the mapping can fail, and it is not tried again
+            )  # only the mapping can fail so early; it is not tried again
         for number, sent in self._jobs.ended(meta.jobs):
-            self._ended(number, sent)
+            self._end_job(number, sent)
 
-    def _ended(self, number: int, sent: Sent) -> None:
+    def _end_job(self, number: int, sent: SentJob) -> None:
         tracked = self._tracked.get(sent.req_id)
         if tracked is not None:
             tracked.stores.discard(number)
-            if (
-                sent.report.failed
-                and not sent.load
-                and not tracked.retried
-                and self._engine.place_tier == "direct"
-            ):
-                tracked.retried = (
-                    True  # the device may be full: in another chunk's place there is room
-                )
+            failed_store = bool(sent.report.failed) and not sent.load
+            if failed_store and not tracked.retried and self._cache.place_tier == "direct":
+                # The device may be full: another chunk's place has room.
+                tracked.retried = True
                 tracked.advance(0)
             if tracked.loading == number:
                 tracked.loading = None
                 # A copy that failed may fail for ever; and vLLM counts such a request's blocks twice when it asks
                 # for another asynchronous load, which can leave it and all behind it waiting for good.
-                tracked.load = tracked.load and not (sent.report.failed or sent.lost)
+                if sent.report.failed or sent.lost:
+                    tracked.load = False
         self._jobs.settle(sent, publish=not self._broken)
 
     # --- ends ----------------------------------------------------------------------------------------------------
 
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
-        """vLLM's hook, before the blocks are freed. True: a copy still reads them; the workers say when it ended."""
+        """Returns whether a copy still reads the blocks; then vLLM keeps them until the workers report its end."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False
         self._forget(request.request_id)
-        self._passed.discard(request.request_id)
+        self._without_room.discard(request.request_id)
         if tracked.loading is not None:
             return False  # vLLM keeps the blocks itself until the workers report the load's end
-        if self._rules.save_decode and tracked.store and tracked.blocks and not _aborted(request):
-            tracked.blocks = list(block_ids)
-            # The last sampled token has no KV; with async scheduling the count may run ahead of what is known.
-            self._offer(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
+        if self._rules.save_decode and tracked.blocks and not _aborted(request):
+            self._offer_last(tracked, request, block_ids)
         if not tracked.stores:
             return False
         self._next_meta.finishing.append(request.request_id)
         return True
 
+    def _offer_last(self, tracked: Tracked, request: Request, block_ids: list[int]) -> None:
+        if self._broken or self._hung or self._mounted < self._ranks:
+            return
+        tracked.blocks = list(block_ids)
+        # The last sampled token has no KV; with async scheduling the count may run ahead of the known tokens.
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        self._next_meta.stores += self._offers.offer(tracked, computed)
+
     def busy(self) -> bool:
-        """Whether an idle vLLM must keep stepping: something is on its way and not past its deadline."""
+        """Returns whether an idle vLLM must keep stepping: work is under way and not past its deadline."""
         if self._mounted < self._ranks:
             return self._starting()
-        return (not self._broken and self._engine.busy()) or self._jobs.busy()
+        return (not self._broken and self._cache.busy()) or self._jobs.busy()
 
     def reset(self) -> None:
-        """Nothing stored so far is found again, in any tier, by anyone; what is in flight is never published.
+        """Makes everything stored so far unfindable in every tier; chunks in flight are never published.
 
         The weights may have changed, so a request that has computed something takes no further part.
         """
         self._resets += 1
         self._namespace = self._namespace.derive("reset", f"{self._clock.wall()!r}/{self._resets}")
-        self._engine.reset()
+        self._cache.reset()
         for req_id, tracked in self._tracked.items():
-            self._engine.forget(req_id)
+            self._cache.forget(req_id)
             fresh = not tracked.blocks and tracked.loading is None
-            tracked.rekey(
-                self._namespace_of(tracked.request)
-                if fresh and tracked.namespace is not None
-                else None
-            )
+            keeps_part = fresh and tracked.namespace is not None
+            tracked.rekey(self._namespace_of(tracked.request) if keeps_part else None)
 
     def disable(self, why: str) -> None:
-        """Take no further part: every later query misses, nothing more is stored. Loads already promised but not
-        sent are reported as lost, so that their requests recompute."""
+        """Switches kvstow off in this engine: every later query misses, and nothing more is stored.
+
+        Loads that were promised and not sent are reported as lost, so that vLLM computes their blocks.
+        """
         if self._broken:
             return
         self._broken = True
         logger.error(
             "kvstow is switched off in this engine, requests are computed as without it: %s", why
         )
+        self._without_room.clear()
         for tracked in self._tracked.values():
             tracked.rekey(None)
         for job in self._next_meta.loads:
@@ -433,31 +403,13 @@ class SchedulerSide:
             job.copies = []
 
     def take_stats(self) -> dict[str, Any] | None:
-        """What changed in the metrics since the last call; None when nothing did."""
-        self._engine.show()
+        """Returns what changed in the metrics since the last call, or None if nothing did."""
+        self._cache.show()
         return self._metrics.take()
 
     def close(self) -> None:
-        self._engine.close(timeout_s=5.0)
+        self._cache.close(timeout_s=CLOSE_TIMEOUT_S)
 
 
 def _aborted(request: Request) -> bool:
     return request.status.name in ("FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED")
-
-
-def check_ranks(hellos: dict[tuple[int, int], Any], world_size: int, host: str) -> None:
-    """Every rank must have answered, agree on the pages of its pipeline stage, and run on this host."""
-    if len(hellos) != world_size:
-        raise UnsupportedError(
-            f"{len(hellos)} of {world_size} ranks answered kvstow's handshake: all must be on this host"
-        )
-    by_shard: dict[tuple[int, int], Any] = {}
-    for rank, hello in sorted(hellos.items()):
-        if hello.host != host:
-            raise UnsupportedError(
-                f"rank (pp, tp) {rank} runs on another host; kvstow shares host memory among ranks of one host"
-            )
-        if by_shard.setdefault(hello.shard, hello.groups) != hello.groups:
-            raise UnsupportedError(
-                f"rank (pp, tp) {rank} recognised other KV pages than a rank with the same heads"
-            )

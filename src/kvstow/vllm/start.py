@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvstow import build
 from kvstow.cache import Cache
-from kvstow.codec.shape import KVShape
 from kvstow.device.base import Device
 from kvstow.direct.geometry import DirectRef
 from kvstow.errors import UnsupportedError
-from kvstow.layout import ChunkLayout
+from kvstow.layout import ChunkLayout, GroupPages
 from kvstow.metrics import Metrics
 from kvstow.pool.pool import PoolRef
 from kvstow.pool.slots import Slots
@@ -25,7 +26,7 @@ from kvstow.settings import Effective, Settings, load, load_lmcache, variable
 from kvstow.tiers import Tier
 from kvstow.vllm import rbln_config
 from kvstow.vllm.fingerprint import Adapters
-from kvstow.vllm.groups import block_geometry, device_specs, kv_shard
+from kvstow.vllm.groups import Blocks, block_geometry, device_specs, kv_shard
 from kvstow.vllm.identity import (
     SEED_VARIABLE,
     Identity,
@@ -33,9 +34,10 @@ from kvstow.vllm.identity import (
     model_identity,
     require_fixed_root,
 )
-from kvstow.vllm.metadata import Hello, Mount
+from kvstow.vllm.metadata import Handshake
+from kvstow.vllm.ranks import Rank, check_ranks, mount_of
 from kvstow.vllm.requests import Rules
-from kvstow.vllm.scheduler import SchedulerSide, check_ranks
+from kvstow.vllm.scheduler import SchedulerSide
 from kvstow.vllm.shapes import kv_shapes
 from kvstow.vllm.worker import WorkerSide
 
@@ -48,20 +50,11 @@ logger = logging.getLogger("kvstow")
 LMCACHE_NAMES: Final = (
     "LMCacheConnectorV1",
     "RBLNLMCacheConnectorV1",
-)  # these read LMCache's settings too
-
-
-class Places(NamedTuple):
-    """What workers copy to and from: the slots, how they reach them, and what is due once they have."""
-
-    slots: Slots
-    ref: PoolRef | DirectRef
-    what: str
-    on_mounted: Callable[[], None]
+)  # read LMCache's settings too
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """Request ids and errors are others' words: no line of the log may come out of them."""
+    """Escapes a record's unprintable characters: a request id or a foreign error must not begin a new line."""
     text = record.getMessage()
     if not text.isprintable():
         text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -70,13 +63,13 @@ def _one_line(record: logging.LogRecord) -> bool:
 
 
 def log_like_vllm() -> None:
-    """vLLM configures its own logger only; kvstow's lines belong beside its, unless the user said else."""
+    """Sends kvstow's log where vLLM's goes, unless the user has configured it: vLLM configures its own only."""
     logger.addFilter(_one_line)
-    ours, theirs = logging.getLogger("kvstow"), logging.getLogger("vllm")
-    if not ours.handlers and ours.level == logging.NOTSET and theirs.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = False
+    vllm_logger = logging.getLogger("vllm")
+    if not logger.handlers and logger.level == logging.NOTSET and vllm_logger.handlers:
+        logger.handlers = list(vllm_logger.handlers)
+        logger.setLevel(vllm_logger.level)
+        logger.propagate = False
 
 
 def _host() -> str:
@@ -108,9 +101,8 @@ def _make_device(vllm_config: VllmConfig, kind: str) -> Device:
 
         from kvstow.device.cuda import CudaDevice
 
-        batched = getattr(
-            _custom_ops, "swap_blocks_batch", None
-        )  # vLLM's own batched block copy, where it has one
+        # vLLM's own batched block copy, where it has one.
+        batched = getattr(_custom_ops, "swap_blocks_batch", None)
         return CudaDevice(build.copy_executor(), SystemClock(), batch_copy=batched)
     if kind == "rbln":
         from kvstow.device.rbln.device import RblnDevice
@@ -123,9 +115,29 @@ def _make_device(vllm_config: VllmConfig, kind: str) -> Device:
     )
 
 
+def _require_recompute_outside(vllm_config: VllmConfig) -> None:
+    """Raises ``UnsupportedError`` inside a MultiConnector whose policy for failed loads ends requests.
+
+    vLLM reads the policy of the outermost connector. A connector inside is given another configuration, but a worker
+    knows the whole one as vLLM's current configuration.
+    """
+    current = get_current_vllm_config_or_none()
+    outer = current.kv_transfer_config if current is not None else None
+    own = _transfer(vllm_config)
+    if outer is None or outer.kv_connector == own.kv_connector or not own.is_kv_consumer:
+        return
+    if outer.kv_load_failure_policy != "recompute":
+        raise UnsupportedError(
+            f"kvstow is one of the connectors of {outer.kv_connector}, where a load that fails would end its request: "
+            'vLLM reads the policy for failed loads there only. Add "kv_load_failure_policy": "recompute" beside '
+            f'"kv_connector": "{outer.kv_connector}" in --kv-transfer-config'
+        )
+
+
 def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
-    """The worker's side; its rank is known because vLLM has set up its process groups."""
-    effective = _settings(vllm_config)  # a wrong setting is said by the first process that starts
+    """Builds the worker's side. vLLM has set up its process groups, so the rank is known."""
+    _require_recompute_outside(vllm_config)
+    effective = _settings(vllm_config)  # the first process that starts reports a wrong setting
     with effective.named():
         build.check_direct(effective.settings)
     rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
@@ -136,18 +148,23 @@ def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Work
     return WorkerSide(partial(_make_device, vllm_config), specs, rank, shard, _host(), backends)
 
 
-def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """What must happen in the scheduler's constructor: vLLM reads the load failure policy right after it."""
-    block_geometry(vllm_config, kv_cache_config)
-    for tier in build.asked_for(_settings(vllm_config).settings):
-        algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-        require_fixed_root(algorithm, variable(SEED_VARIABLE), tier)
+def recompute_failed_loads(vllm_config: VllmConfig) -> None:
+    """Makes vLLM compute what a failed load leaves. vLLM reads the policy after it has built the connector."""
     transfer = _transfer(vllm_config)
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
         logger.info(
             "kv_load_failure_policy is set to recompute: a chunk that cannot be restored is computed again"
         )
+
+
+def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Checks what is known before the workers answer, and sets vLLM's policy for failed loads."""
+    block_geometry(vllm_config, kv_cache_config)
+    for tier in build.asked_for(_settings(vllm_config).settings):
+        algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+        require_fixed_root(algorithm, variable(SEED_VARIABLE), tier)
+    recompute_failed_loads(vllm_config)
     if (
         vllm_config.scheduler_config.policy == "priority"
         and vllm_config.cache_config.enable_prefix_caching
@@ -157,151 +174,162 @@ def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         )
 
 
+class Places(NamedTuple):
+    """What workers copy to and from, and how they reach it. ``on_mounted`` is called once all of them do."""
+
+    slots: Slots
+    reference: PoolRef | DirectRef
+    what: str
+    on_mounted: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What both kinds of places are built from. ``pages`` holds each distinct shard's recognised pages, in order."""
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    settings: Settings
+    layout: ChunkLayout
+    pages: list[tuple[GroupPages, ...]]
+    identity: Identity
+    clock: SystemClock
+    metrics: Metrics
+
+    @property
+    def engine_index(self) -> int:
+        """Tells the engines of one host apart; each has files and paths of its own."""
+        return self.vllm_config.parallel_config.data_parallel_rank_local or 0
+
+
 def scheduler_side(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, hellos: dict[tuple[int, int], Hello]
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    handshakes: dict[Rank, Handshake],
 ) -> SchedulerSide:
-    """The scheduler's side, once every rank has said what its device recognised."""
+    """Builds the scheduler's side, once every rank has told what its device recognised."""
     effective = _settings(vllm_config)
     settings = effective.settings
-    check_ranks(hellos, vllm_config.parallel_config.world_size, _host())
-    logger.info("kvstow settings: %s", effective.one_line())
-    for note in effective.notes:
-        logger.log(
-            logging.WARNING if note.warns else logging.INFO, "LMCache settings: %s", note.text
-        )
+    check_ranks(handshakes, vllm_config.parallel_config.world_size, _host())
+    _log_settings(effective)
     blocks = block_geometry(vllm_config, kv_cache_config)
-    groups = {hello.shard: hello.groups for hello in hellos.values()}
-    order = sorted(groups)
+    pages_of = {handshake.shard: handshake.groups for handshake in handshakes.values()}
+    shards = sorted(pages_of)
+    pages = [pages_of[shard] for shard in shards]
     with effective.named():
         layout = build.chunk_layout(
-            settings, blocks.block_tokens, [groups[shard][0].block_bytes for shard in order]
+            settings, blocks.block_tokens, [groups[0].block_bytes for groups in pages]
         )
         if settings.direct.engine is None:
-            build.check(
-                settings, layout, engines=vllm_config.parallel_config.data_parallel_size_local
-            )
-    backends = "+".join(sorted({hello.backends for hello in hellos.values()}))
-    identity = model_identity(
-        vllm_config, [groups[shard] for shard in order], layout.chunk_tokens, backends
+            engines = vllm_config.parallel_config.data_parallel_size_local
+            build.check(settings, layout, engines=engines)
+    backends = "+".join(sorted({handshake.backends for handshake in handshakes.values()}))
+    identity = model_identity(vllm_config, pages, layout.chunk_tokens, backends)
+    parts = _Parts(
+        vllm_config, kv_cache_config, settings, layout, pages, identity, SystemClock(), Metrics()
     )
-    metrics, clock = Metrics(), SystemClock()
-    transfer = _transfer(vllm_config)
-    places: Places
     with effective.named():
-        if settings.direct.engine is None:
-            on_cpu = vllm_config.device_config.device_type == "cpu"
-            shapes = kv_shapes(
-                kv_cache_config, layout, [groups[shard] for shard in order], on_cpu=on_cpu
-            )
-            key = build.integrity_key(settings)
-            tiers = _lower_tiers(
-                vllm_config, settings, layout, shapes, identity, clock, metrics, key
-            )
-            pool, engine = build.build_cache(
-                settings,
-                layout,
-                name=str(transfer.engine_id),
-                clock=clock,
-                metrics=metrics,
-                tiers=tiers,
-                key=key,
-            )
-            places = Places(pool, pool.ref, "host pool", pool.unname)
-        else:
-            places, engine = _direct(vllm_config, settings, layout, identity, clock, metrics)
-    slots = places.slots
-    logger.info(
-        "kvstow is ready: chunks of %d tokens, %.2f MB each; %s of %d chunks (%d tokens), %.2f GB; namespace %s",
-        *(layout.chunk_tokens, layout.max_frame_bytes / 1e6, places.what, slots.slots),
-        *(
-            slots.slots * layout.chunk_tokens,
-            slots.capacity_bytes / 1e9,
-            identity.namespace.hex()[:16],
-        ),
-    )
-    eagle = (speculative := vllm_config.speculative_config) is not None and speculative.use_eagle()
-    lookahead, limit = 1 if eagle else 0, settings.priority_limit
+        places, cache = _host_pool(parts) if settings.direct.engine is None else _direct(parts)
+    _log_ready(layout, places, identity)
+    transfer = _transfer(vllm_config)
     return SchedulerSide(
-        engine,
+        cache,
         identity.namespace,
-        Rules(
-            blocks.block_tokens,
-            blocks.hash_tokens,
-            layout.chunk_tokens,
-            settings.save_decode,
-            lookahead,
-            limit,
-        ),
-        _mount(places.ref, hellos, order),
+        _rules(vllm_config, settings, blocks, layout),
+        mount_of(places.reference, handshakes, shards),
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
-        clock=clock,
-        metrics=metrics,
+        clock=parts.clock,
+        metrics=parts.metrics,
         on_mounted=places.on_mounted,
         adapters=Adapters(build.adapter_executor()),
     )
 
 
-def _direct(
-    vllm_config: VllmConfig,
-    settings: Settings,
-    layout: ChunkLayout,
-    identity: Identity,
-    clock: SystemClock,
-    metrics: Metrics,
-) -> tuple[Places, Cache]:
-    extents, ref, engine = build.build_direct(
-        settings,
-        layout,
-        ranks=vllm_config.parallel_config.world_size,
-        engine=vllm_config.parallel_config.data_parallel_rank_local or 0,
-        not_persistent=identity.not_persistent,
-        clock=clock,
-        metrics=metrics,
+def _log_settings(effective: Effective) -> None:
+    logger.info("kvstow settings: %s", effective.one_line())
+    for note in effective.notes:
+        level = logging.WARNING if note.warns else logging.INFO
+        logger.log(level, "LMCache settings: %s", note.text)
+
+
+def _log_ready(layout: ChunkLayout, places: Places, identity: Identity) -> None:
+    slots = places.slots
+    logger.info(
+        "kvstow is ready: chunks of %d tokens, %.2f MB each; %s of %d chunks (%d tokens), %.2f GB; namespace %s",
+        layout.chunk_tokens,
+        layout.max_frame_bytes / 1e6,
+        places.what,
+        slots.slots,
+        slots.slots * layout.chunk_tokens,
+        slots.capacity_bytes / 1e9,
+        identity.namespace.hex()[:16],
     )
-    return Places(extents, ref, f"direct storage ({ref.engine})", lambda: None), engine
 
 
-def _lower_tiers(
-    vllm_config: VllmConfig,
-    settings: Settings,
-    layout: ChunkLayout,
-    shapes: Sequence[Sequence[KVShape]],
-    identity: Identity,
-    clock: SystemClock,
-    metrics: Metrics,
-    key: bytes | None,
-) -> list[Tier]:
+def _rules(
+    vllm_config: VllmConfig, settings: Settings, blocks: Blocks, layout: ChunkLayout
+) -> Rules:
+    speculative = vllm_config.speculative_config
+    eagle = speculative is not None and speculative.use_eagle()
+    return Rules(
+        blocks.block_tokens,
+        blocks.hash_tokens,
+        layout.chunk_tokens,
+        settings.save_decode,
+        lookahead=1 if eagle else 0,
+        priority_limit=settings.priority_limit,
+    )
+
+
+def _direct(parts: _Parts) -> tuple[Places, Cache]:
+    extents, reference, cache = build.build_direct(
+        parts.settings,
+        parts.layout,
+        ranks=parts.vllm_config.parallel_config.world_size,
+        engine=parts.engine_index,
+        not_persistent=parts.identity.not_persistent,
+        clock=parts.clock,
+        metrics=parts.metrics,
+    )
+    return Places(extents, reference, f"direct storage ({reference.engine})", lambda: None), cache
+
+
+def _host_pool(parts: _Parts) -> tuple[Places, Cache]:
+    key = build.integrity_key(parts.settings)
+    pool, cache = build.build_cache(
+        parts.settings,
+        parts.layout,
+        name=str(_transfer(parts.vllm_config).engine_id),
+        clock=parts.clock,
+        metrics=parts.metrics,
+        tiers=_lower_tiers(parts, key),
+        key=key,
+    )
+    return Places(pool, pool.ref, "host pool", pool.unname), cache
+
+
+def _lower_tiers(parts: _Parts, key: bytes | None) -> list[Tier]:
+    identity = parts.identity
+
     def describe(namespace: bytes) -> dict[str, str]:
-        """Of an adapter's namespace, or the one after a reset, it is known what it came from."""
+        """Returns the identity's fields; those of a derived namespace, an adapter's, name it as the parent."""
         about = identity.describe()
-        return (
-            about
-            if namespace == identity.namespace
-            else {"parent": about.pop("namespace"), **about}
-        )
+        if namespace == identity.namespace:
+            return about
+        return {"parent": about.pop("namespace"), **about}
 
+    on_cpu = parts.vllm_config.device_config.device_type == "cpu"
     return build.lower_tiers(
-        settings,
-        layout,
-        shapes,
-        clock=clock,
-        metrics=metrics,
+        parts.settings,
+        parts.layout,
+        kv_shapes(parts.kv_cache_config, parts.layout, parts.pages, on_cpu=on_cpu),
+        clock=parts.clock,
+        metrics=parts.metrics,
         describe=describe,
-        device=vllm_config.parallel_config.data_parallel_rank_local or 0,
+        device=parts.engine_index,
         not_persistent=identity.not_persistent,
         key=key,
         namespace=identity.namespace,
         root=identity.root(),
     )
-
-
-def _mount(
-    pool: PoolRef | DirectRef, hellos: dict[tuple[int, int], Hello], order: list[tuple[int, int]]
-) -> Mount:
-    """Of the ranks that hold the same bytes the first writes them."""
-    writers: dict[tuple[int, int], tuple[int, int]] = {}
-    for rank in sorted(hellos):
-        writers.setdefault(hellos[rank].shard, rank)
-    shards = {rank: order.index(hello.shard) for rank, hello in hellos.items()}
-    return Mount(pool, shards, frozenset(writers.values()))
