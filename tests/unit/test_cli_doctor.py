@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstow.cli.doctor import given, host, rbln, stored, versions
+from kvstow.cli.doctor import host, rbln, stored, versions
+from kvstow.cli.doctor import settings as setting_checks
 from kvstow.cli.doctor.mounts import Filesystem, filesystem_of
 from kvstow.cli.doctor.rbln import Ran, check_rds
 from kvstow.cli.doctor.result import Result, Status, bounded, ok
@@ -215,26 +216,26 @@ def test_a_pool_is_for_memory(
 
 
 @pytest.mark.parametrize(
-    ("given_", "said"),
+    ("values", "said"),
     [
         ({"memory.size": "3"}, ["memory.size is 3B"]),
         ({"memory.size": "4MB", "disk.paths": "/a", "disk.size": "4MB"}, []),
-        ({"disk.paths": "/a,/b", "disk.size": "7MB"}, []),
+        ({"disk.paths": "/a,/b", "disk.size": "7MB"}, ["disk.size is 3.5MB a path"]),
         ({"disk.size": "3"}, []),
         ({"disk.paths": "/a", "disk.size": "3"}, ["disk.size is 3B"]),
         ({"direct.engine": "file", "memory.size": "0"}, []),
     ],
 )
-def test_sizes_that_forget_their_unit(given_: dict[str, str], said: list[str]) -> None:
+def test_sizes_that_forget_their_unit(values: dict[str, str], said: list[str]) -> None:
     found = [
         result.found.partition(",")[0]
-        for result in bad(given.check_sizes(parse(None, {}, given_).settings))
+        for result in bad(setting_checks.check_sizes(parse(None, {}, values).settings))
     ]
     assert found == said
 
 
 @pytest.mark.parametrize(
-    ("given_", "said"),
+    ("values", "said"),
     [
         (
             {"disk.size": "1GB", "disk.codec": "raw"},
@@ -255,18 +256,15 @@ def test_sizes_that_forget_their_unit(given_: dict[str, str], said: list[str]) -
         ({"memory.size": "1GB"}, []),
     ],
 )
-def test_settings_of_tiers_that_are_off(given_: dict[str, str], said: list[str]) -> None:
-    found = [result.found for result in bad(given.check_unused(parse(None, {}, given_).describe()))]
+def test_settings_of_tiers_that_are_off(values: dict[str, str], said: list[str]) -> None:
+    found = [
+        result.found
+        for result in bad(setting_checks.check_unused(parse(None, {}, values).describe()))
+    ]
     effect, off = said or ("", "")
     assert found == [
         f"{effect} unless kv_connector_extra_config sets {off}: here it is not"
     ] * bool(said)
-
-
-def test_shared_memory() -> None:
-    assert "does not use it" in next(host.check_shm(None, 64 << 20)).found
-    assert "64MiB; the pool is in /dev/shm" in next(host.check_shm("/dev/shm", 64 << 20)).found
-    assert "not there; kvstow's pool does not use it" in next(host.check_shm(None, None)).found
 
 
 def test_locked_memory() -> None:
@@ -278,15 +276,10 @@ def test_locked_memory() -> None:
     assert "mooncake locks up to 1GiB" in result.found
 
 
-def test_numa() -> None:
-    assert next(host.check_numa(1)).found == "one node"
-    assert "2 nodes" in next(host.check_numa(2)).found
-
-
 def test_huge_pages_matter_where_there_is_a_disk() -> None:
-    assert host.made_pages(True, disks=True).status is Status.OK
-    assert host.made_pages(False, disks=False).status is Status.OK
-    [result] = bad(iter([host.made_pages(False, disks=True)]))
+    assert host.transparent_pages(True, disks=True).status is Status.OK
+    assert host.transparent_pages(False, disks=False).status is Status.OK
+    [result] = bad(iter([host.transparent_pages(False, disks=True)]))
     assert result.status is Status.WARNING
     assert "/sys/kernel/mm/transparent_hugepage/shmem_enabled" in result.fix
 
@@ -304,11 +297,15 @@ def test_a_pool_whose_server_was_killed() -> None:
 def test_processes_that_cannot_be_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "1" / "fd").mkdir(parents=True)
-    assert not host.has_unseen(str(tmp_path))
-    monkeypatch.setattr(host.os, "access", lambda *_: False)
+    for pid, command in (("1", b"init\0"), ("2", b"")):
+        (tmp_path / pid / "fd").mkdir(parents=True)
+        (tmp_path / pid / "cmdline").write_bytes(command)
+    denied = {f"{tmp_path}/2/fd"}
+    monkeypatch.setattr(host.os, "access", lambda path, _: path not in denied)
+    assert not host.has_unseen(str(tmp_path)), "the kernel's own threads hold no pools"
+    denied.add(f"{tmp_path}/1/fd")
     assert host.has_unseen(str(tmp_path))
-    monkeypatch.setattr(host.os.path, "isdir", lambda _: False)
+    (tmp_path / "1" / "cmdline").unlink()
     assert not host.has_unseen(str(tmp_path)), "it has ended"
 
 

@@ -12,7 +12,8 @@ import typer
 
 from kvstow import __version__
 from kvstow.cli.conflicts import conflicts
-from kvstow.cli.doctor import disk, given, host, rbln, remote, stored, versions
+from kvstow.cli.doctor import disk, host, rbln, remote, stored, versions
+from kvstow.cli.doctor import settings as setting_checks
 from kvstow.cli.doctor.result import (
     CORRECT,
     Check,
@@ -88,10 +89,10 @@ def doctor(
         lambda: load_lmcache(None, workers=workers) if lmcache else load(file=file)
     )
     if not lmcache:
-        results += [
-            *(given.check(effective.settings, effective.describe()) if effective else ()),
-            *_unread(),
-        ]
+        if effective is not None:
+            results += setting_checks.check_sizes(effective.settings)
+            results += setting_checks.check_unused(effective.describe())
+        results += _ignored_lmcache()
     settings = effective.settings if effective else None
     with Console(stderr=True).status("") as shown:  # on a terminal: a check may take its time
         for name, limit_s, check in _plan(settings):
@@ -124,11 +125,13 @@ def _settings(read: Callable[[], Effective]) -> tuple[Effective | None, list[Res
     return effective, [*(wrong or [ok(SETTINGS, shown)]), *told]
 
 
-def _unread() -> list[Result]:
-    if not (names := lmcache_variables()):
+def _ignored_lmcache() -> list[Result]:
+    """A warning if this shell has LMCache's variables, which kvstow's own connector ignores."""
+    names = lmcache_variables()
+    if not names:
         return []
-    given = names[0] if len(names) == 1 else f"{names[0]} and others"
-    found = f"{given} not looked at: only LMCache-style connectors read LMCACHE_*"
+    shown = names[0] if len(names) == 1 else f"{names[0]} and others"
+    found = f"{shown} not looked at: only LMCache-style connectors read LMCACHE_*"
     return [warning("LMCache", found, "kvstow doctor --lmcache, if vLLM is given one of those")]
 
 
@@ -166,12 +169,9 @@ def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
         QUICK_S,
         lambda: host.check_hash_seed(seed, list(asked_for(settings)), rbln=on_rbln),
     )
-    if settings.direct.engine is not None:
-        yield "memory", QUICK_S, lambda: [ok("memory", "no pool: direct storage takes its place")]
-    else:
+    if settings.direct.engine is None:
         yield "memory", QUICK_S, lambda: host.check_memory(settings, host_facts(pool_dir))
         yield "memory.pool_dir", QUICK_S, lambda: host.check_pool_dir(pool_dir)
-        yield host.SHM, QUICK_S, lambda: host.check_shm(pool_dir, host.shm_bytes())
         disks = settings.disk.paths is not None
         yield "huge pages", QUICK_S, lambda: host.check_huge_pages(pool_dir, size, disks=disks)
     yield (
@@ -184,7 +184,6 @@ def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
         QUICK_S,
         lambda: host.check_memlock(host.memlock_bytes(), size, registers),
     )
-    yield "NUMA", QUICK_S, lambda: host.check_numa(host.numa_nodes())
 
 
 def _disks(settings: Settings) -> Iterator[Planned]:

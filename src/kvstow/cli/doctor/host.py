@@ -1,4 +1,4 @@
-"""The host: hash seed, memory, shared memory, limits, NUMA, huge pages, pools of servers that were killed."""
+"""Checks of the host: hash seed, memory, limits, huge pages, pools of servers that were killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from kvstow.settings import Settings, check_host, format_size
 from kvstow.settings.machine import Holder, HostFacts
 
 SEED: Final = "PYTHONHASHSEED"
-SHM: Final = "/dev/shm"
 HUGE: Final = "hugetlbfs"
 TMPFS: Final = "tmpfs"
 POOL_DIR: Final = (
@@ -35,7 +34,11 @@ _HUGE_POOLS: Final = "/sys/kernel/mm/hugepages/hugepages-{}kB/free_hugepages"
 
 
 def check_hash_seed(seed: str | None, tiers: Collection[str], *, rbln: bool) -> Iterator[Result]:
-    """``tiers``: those that keep KV after vLLM's process."""
+    """Check that vLLM derives the same block hashes in every process.
+
+    ``seed`` is the value of PYTHONHASHSEED, None if it is not set. ``tiers`` are those that keep KV
+    after vLLM's process has ended.
+    """
     if seed is not None and seed != "random":
         yield ok(SEED, seed)
     elif rbln:
@@ -59,6 +62,7 @@ def check_hash_seed(seed: str | None, tiers: Collection[str], *, rbln: bool) -> 
 
 
 def check_memory(settings: Settings, facts: HostFacts) -> Iterator[Result]:
+    """Check that the pool can be created and fits the memory that is left."""
     if facts.pool_dir_problem is not None:
         found = f"memory.pool_dir {settings.memory.pool_dir} {facts.pool_dir_problem}"
         yield failed("memory", found, POOL_DIR)
@@ -78,66 +82,43 @@ def check_memory(settings: Settings, facts: HostFacts) -> Iterator[Result]:
 
 
 def check_pool_dir(pool_dir: str | None) -> Iterator[Result]:
+    """Warn of a pool directory on a disk."""
     mount = filesystem_of(pool_dir) if pool_dir is not None and os.path.isdir(pool_dir) else None
     if mount is not None and mount.kind not in (TMPFS, HUGE):
         found = f"memory.pool_dir {pool_dir} is on {mount.kind} ({mount.source}): the kernel writes the pool to it"
         yield warning("memory.pool_dir", found, POOL_DIR)
 
 
-def check_shm(pool_dir: str | None, total_bytes: int | None) -> Iterator[Result]:
-    """``total_bytes`` of /dev/shm, None: there is none."""
-    pool = "kvstow's pool does not use it (vLLM itself may, between ranks)"
-    shown = "not there" if total_bytes is None else format_size(total_bytes)
-    yield ok(SHM, f"{shown}; {pool if pool_dir is None else f'the pool is in {pool_dir}'}")
-
-
-def shm_bytes() -> int | None:
-    try:
-        room = os.statvfs(SHM)
-    except OSError:
-        return None
-    return room.f_blocks * room.f_frsize
-
-
 def check_memlock(
     limit_bytes: int, size_bytes: int, registered_by: Sequence[str]
 ) -> Iterator[Result]:
-    """``registered_by``: what locks memory on this process's account."""
+    """Check the limit of locked memory. ``registered_by`` names the parts that lock memory."""
     enough = limit_bytes in UNLIMITED or limit_bytes >= size_bytes
     shown = "unlimited" if limit_bytes in UNLIMITED else format_size(limit_bytes)
     if enough or not registered_by:
         needed = "" if registered_by else "; nothing that is set needs more"
         yield ok("locked memory", f"{shown} (ulimit -l){needed}")
         return
-    found = f"{shown} (ulimit -l), and {' and '.join(registered_by)} locks up to {format_size(size_bytes)}"
+    names = " and ".join(registered_by)
+    found = f"{shown} (ulimit -l), and {names} locks up to {format_size(size_bytes)}"
     yield warning("locked memory", found, "ulimit -l unlimited; in a container --ulimit memlock=-1")
 
 
 def memlock_bytes() -> int:
+    """This process's limit of locked memory."""
     return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
 
 
-def check_numa(nodes: int) -> Iterator[Result]:
-    if nodes <= 1:
-        yield ok("NUMA", "one node")
-    else:
-        yield ok(
-            "NUMA",
-            f"{nodes} nodes: bind vLLM to the accelerator's node, and its memory (numactl --preferred)",
-        )
-
-
-def numa_nodes() -> int:
-    return len(glob.glob("/sys/devices/system/node/node[0-9]*"))
-
-
 def check_huge_pages(pool_dir: str | None, size_bytes: int, *, disks: bool) -> Iterator[Result]:
-    """``disks``: whether there is direct I/O, which gains by them. Of other filesystems nothing is known."""
+    """Check that the pool is in huge pages. On filesystems other than tmpfs and hugetlbfs it yields nothing.
+
+    ``disks`` says whether a disk tier is set: its direct I/O is faster with huge pages.
+    """
     mount = filesystem_of(pool_dir) if pool_dir is not None and os.path.isdir(pool_dir) else None
     if mount is not None and mount.kind == HUGE:
         yield _reserved_pages(mount.at, size_bytes)
     elif pool_dir is None or (mount is not None and mount.kind == TMPFS):
-        yield made_pages(makes_huge_pages(pool_dir), disks=disks)
+        yield transparent_pages(makes_huge_pages(pool_dir), disks=disks)
 
 
 def _reserved_pages(mount: str, size_bytes: int) -> Result:
@@ -152,8 +133,9 @@ def _reserved_pages(mount: str, size_bytes: int) -> Result:
     return ok("huge pages", f"{free} of {shown} are free, {needed} are needed")
 
 
-def made_pages(made: bool, *, disks: bool) -> Result:
-    if made:
+def transparent_pages(available: bool, *, disks: bool) -> Result:
+    """The result for transparent huge pages, which the kernel makes unasked if ``available``."""
+    if available:
         return ok("huge pages", "the kernel makes them")
     if not disks:
         return ok("huge pages", "the kernel makes none; without a disk tier that matters little")
@@ -166,14 +148,12 @@ def made_pages(made: bool, *, disks: bool) -> Result:
 
 
 def makes_huge_pages(pool_dir: str | None = None) -> bool:
-    """Whether memory such as the pool's is of huge pages here. By trying, with 4 MiB."""
-    what = (_TRIAL_BYTES, "doctor")
+    """Whether the kernel backs the pool's kind of memory with huge pages. It tries 4 MiB."""
     try:
-        trial = (
-            HostMemory.anonymous(*what)
-            if pool_dir is None
-            else HostMemory.in_directory(*what, pool_dir)
-        )
+        if pool_dir is None:
+            trial = HostMemory.anonymous(_TRIAL_BYTES, "doctor")
+        else:
+            trial = HostMemory.in_directory(_TRIAL_BYTES, "doctor", pool_dir)
         with closing(trial) as memory:
             memory.reserve(0, _TRIAL_BYTES)
             _, _, mapping = Path("/proc/self/smaps").read_text().partition(f" {memory.ref.inode} ")
@@ -186,8 +166,11 @@ def makes_huge_pages(pool_dir: str | None = None) -> bool:
 def check_pools(
     holders: Sequence[Holder], orphan: Callable[[int], bool], *, unseen: bool = False
 ) -> Iterator[Result]:
-    """Pools that other processes hold: of servers that run, or of engine cores whose server was killed. ``unseen``:
-    there are processes that can't be looked at."""
+    """Report the pools of other processes, and warn of those whose server was killed.
+
+    ``orphan`` says whether the process of a pid lost its parent. ``unseen`` says that there are
+    processes whose files this user may not read.
+    """
     for holder in holders:
         found = f"process {holder.pid} holds one of {format_size(holder.pool_bytes)}"
         if orphan(holder.pid):
@@ -197,24 +180,30 @@ def check_pools(
         else:
             yield ok("pools", found)
     if unseen:
-        yield unknown(
-            "pools", "other users' processes can't be looked at", "run this as root to see all"
-        )
+        found = "whether other users' processes hold any: they can't be looked at"
+        yield unknown("pools", found, "run this as root to see all")
     elif not holders:
         yield ok("pools", "none of other processes")
 
 
 def has_unseen(proc: str = "/proc") -> bool:
-    """Whether there are processes whose files this user may not see."""
-    folders = glob.iglob(f"{proc}/[0-9]*")  # of which some end meanwhile
+    """Whether there are processes, other than the kernel's threads, whose files this user may not read."""
     return any(
-        not os.access(f"{folder}/fd", os.R_OK | os.X_OK) and os.path.isdir(folder)
-        for folder in folders
+        not os.access(f"{folder}/fd", os.R_OK | os.X_OK) and _has_command(folder)
+        for folder in glob.iglob(f"{proc}/[0-9]*")
     )
 
 
+def _has_command(folder: str) -> bool:
+    """False for a thread of the kernel, and for a process that has ended meanwhile."""
+    try:
+        return bool(Path(folder, "cmdline").read_bytes())
+    except OSError:
+        return False
+
+
 def is_orphan(pid: int) -> bool:
-    """Whether a process's parent has ended. In a container the server may itself be process 1."""
+    """Whether a process's parent has ended. In a container the server itself may be process 1."""
     try:
         process = psutil.Process(pid)
         parent = process.parent()
