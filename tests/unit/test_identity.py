@@ -6,6 +6,9 @@ import copy
 import json
 import os
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +18,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import AttentionConfig
+
 from kvstow.errors import UnsupportedError
 from kvstow.layout import GroupPages, LayerPages
 from kvstow.settings import sources as settings_sources
 from kvstow.testing.manual import ManualClock, ManualExecutor
-from kvstow.vllm import fingerprint
+from kvstow.vllm import fingerprint, plugin
 from kvstow.vllm.fingerprint import SAMPLE_BYTES, Adapters, lora_digest, weights_digest
 from kvstow.vllm.identity import (
     Identity,
+    adapter_options,
     attention_backends,
     model_identity,
-    model_namespace,
     require_fixed_root,
     root_hash_is_random,
 )
@@ -86,7 +91,8 @@ def engine(folder: Path) -> SimpleNamespace:
             cp_kv_cache_interleave_size=1,
             master_port=29500,
         ),
-        attention_config=SimpleNamespace(backend=None),
+        attention_config=AttentionConfig(),
+        kernel_config=SimpleNamespace(moe_backend="auto", linear_backend="auto"),
         device_config=SimpleNamespace(device_type="cuda"),
         speculative_config=None,
         use_v2_model_runner=False,
@@ -162,6 +168,19 @@ CHANGES: list[tuple[str, Any]] = [
     ("model_config.model_impl", "transformers"),
     ("model_config.disable_sliding_window", True),
     ("model_config.multimodal_config", SimpleNamespace(mm_processor_kwargs={"num_crops": 4})),
+    ("model_config.multimodal_config", SimpleNamespace(mm_encoder_attn_dtype="fp8")),
+    ("model_config.multimodal_config", SimpleNamespace(video_pruning_rate=0.5)),
+    ("model_config.model_class_overrides", {"LlamaForCausalLM": "mine:Model"}),
+    ("model_config.trust_remote_code", True),
+    ("attention_config", AttentionConfig(use_non_causal=True)),
+    ("attention_config", AttentionConfig(use_prefill_query_quantization=True)),
+    ("kernel_config", SimpleNamespace(moe_backend="marlin", linear_backend="auto")),
+    ("kernel_config", SimpleNamespace(moe_backend="auto", linear_backend="marlin")),
+    ("additional_config", {"numerics": "other"}),
+    ("parallel_config.worker_cls", "mine.Worker"),
+    ("parallel_config.worker_extension_cls", "mine.Extension"),
+    ("load_config.model_loader_extra_config", {"shard": 1}),
+    ("load_config.ignore_patterns", ["*.bin"]),
     ("load_config.load_format", "bitsandbytes"),
     ("cache_config.cache_dtype", "fp8"),
     ("cache_config.kv_cache_dtype_skip_layers", ["0"]),
@@ -242,7 +261,6 @@ def test_b8_chunk_and_backend_are_part_of_it(folder: Path) -> None:
     base = identity(engine(folder)).namespace
     assert identity(engine(folder), chunk=256).namespace != base
     assert identity(engine(folder), backends="FLASHINFER").namespace != base
-    assert model_namespace(engine(folder), SHARDS, 128, "FLASH_ATTN") == base
 
 
 def test_b8_cpu_pages_depend_on_the_instruction_set(
@@ -576,6 +594,10 @@ def test_hashes_over_pickles_name_the_protocol(folder: Path) -> None:
 # --- adapters (B4) ---------------------------------------------------------------------------------------------------
 
 
+def request(name: str, path: Path | str, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(lora_name=name, lora_path=str(path), **more)
+
+
 def adapter(folder: Path, content: bytes) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text('{"r": 8}')
@@ -610,16 +632,19 @@ def test_b4_an_adapter_that_changed_has_no_digest_any_more(
 ) -> None:
     monkeypatch.setattr(fingerprint, "MAX_REMEMBERED", 4)
     adapters, folder = Adapters(), adapter(tmp_path / "x", b"1" * 100)
-    first = adapters.digest("x", str(folder))
+    first = adapters.digest(request("x", folder))
     assert first is not None
     adapter(folder, b"2" * 101)
-    assert adapters.digest("x", str(folder)) is None
+    assert adapters.digest(request("x", folder)) is None
     adapter(folder, b"1" * 100)
-    assert adapters.digest("x", str(folder)) == first, "what vLLM has loaded, in either case"
+    assert adapters.digest(request("x", folder)) == first, "what vLLM has loaded, in either case"
     for i in range(20):
-        assert adapters.digest("x", str(adapter(tmp_path / f"version {i}", bytes([i])))) is not None
+        assert (
+            adapters.digest(request("x", adapter(tmp_path / f"version {i}", bytes([i]))))
+            is not None
+        )
         assert len(adapters._first) <= 4
-    assert adapters.digest("x", "/nul\0") is None
+    assert adapters.digest(request("x", "/nul\0")) is None
 
 
 def test_an_adapters_files_are_read_on_another_thread(
@@ -630,12 +655,12 @@ def test_an_adapters_files_are_read_on_another_thread(
     executor = ManualExecutor(clock)
     adapters, folder = Adapters(executor, clock), str(adapter(tmp_path / "x", b"1" * 100))
     assert adapters.reading(folder)
-    assert adapters.digest("x", folder) is None, "nothing is read here"
+    assert adapters.digest(request("x", folder)) is None, "nothing is read here"
     assert adapters.reading(folder)
     assert executor.pending == 1
     executor.run_all()
     assert not adapters.reading(folder)
-    assert adapters.digest("x", folder) == lora_digest(folder)
+    assert adapters.digest(request("x", folder)) is not None
     assert not adapters.reading("org/name-of-a-repo")
     assert not adapters.reading("/nul\0")
 
@@ -643,10 +668,10 @@ def test_an_adapters_files_are_read_on_another_thread(
     assert adapters.reading(other)
     clock.advance(fingerprint.MAX_READING_S)
     assert not adapters.reading(other), "nobody waits longer"
-    assert adapters.digest("y", other) is None
+    assert adapters.digest(request("y", other)) is None
     executor.run_all()
     assert not adapters.reading(other)
-    assert adapters.digest("y", other) == lora_digest(other)
+    assert adapters.digest(request("y", other)) is not None
     executor.close(0.0)
     assert not adapters.reading(str(adapter(tmp_path / "z", b"3")))
 
@@ -670,3 +695,169 @@ def test_digests_remembered_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     for i in range(20):
         assert lora_digest(str(adapter(tmp_path / f"a{i}", bytes([i])))) is not None
         assert len(fingerprint._remembered) <= 4
+
+
+# --- files that change while they are in use -------------------------------------------------------
+
+
+def began(offset_s: float = 0.0) -> int:
+    """Time at which an engine began to load, ``offset_s`` from now."""
+    return int((time.time() + offset_s) * 1e9)
+
+
+def rewrite(file: Path) -> None:
+    """Other content of the same size under the same times that a program can set."""
+    before = file.stat()
+    data = bytearray(file.read_bytes())
+    data[-4_500 % len(data)] ^= 1  # a byte that samples see
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace(file: Path) -> None:
+    """A file that was prepared long ago is renamed over this one."""
+    other = file.with_name("prepared.tmp")
+    other.write_bytes(file.read_bytes()[:-1] + b"?")
+    os.utime(other, ns=(1, 1))
+    other.rename(file)
+
+
+WAYS = [
+    pytest.param(rewrite, id="rewritten"),
+    pytest.param(replace, id="renamed over"),
+    pytest.param(lambda file: file.with_name("a" + file.name).write_bytes(b"x"), id="added"),
+    pytest.param(lambda file: (file.parent / "spare.bin").unlink(), id="removed"),
+]
+
+
+@pytest.mark.parametrize("change", WAYS)
+def test_b6_weights_that_changed_since_the_engine_began_have_no_lasting_identity(
+    change: Callable[[Path], Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "CLOCK_SKEW_NS", 0)
+    (folder / "spare.bin").write_bytes(b"x")
+    time.sleep(0.02)  # the file system's clock ticks
+    since = began()
+    before = model_identity(engine(folder), SHARDS, 128, since_ns=since)
+    assert before.not_persistent is None
+    time.sleep(0.02)
+    change(folder / "model.safetensors")
+    after = model_identity(engine(folder), SHARDS, 128, since_ns=since)
+    assert "changed while this engine started" in str(after.not_persistent)
+    later = model_identity(engine(folder), SHARDS, 128, since_ns=began(1.0))
+    assert later.not_persistent is None
+    assert later.namespace != after.namespace, "what was loaded before has another name"
+
+
+def test_b6_a_snapshot_that_vllm_downloads_during_its_start_lasts(tmp_path: Path) -> None:
+    commit = tmp_path / "models--org--name" / "snapshots" / ("a" * 40)
+    commit.mkdir(parents=True)
+    safetensors(commit / "model.safetensors", TENSORS)
+    found = model_identity(engine(commit), SHARDS, 128, since_ns=began(-60.0))
+    assert found.not_persistent is None
+
+
+def test_an_engine_begins_when_its_process_or_its_plugins_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plugin, "registered_s", 0.0)
+    script = (
+        "import time; began = time.time(); from kvstow.runtime import SystemClock;"
+        "from kvstow.vllm.fingerprint import loading_began_ns;"
+        "print(began - loading_began_ns(SystemClock()) / 1e9)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert -0.2 < float(shown.stdout) < 5.0
+    now = time.time()
+    monkeypatch.setattr(plugin, "registered_s", now)
+    assert fingerprint.loading_began_ns(ManualClock()) >= int(now * 1e9)
+
+
+@pytest.mark.parametrize("change", WAYS)
+def test_b4_an_adapter_that_changed_since_the_engine_began_is_this_processs_only(
+    change: Callable[[Path], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(fingerprint, "CLOCK_SKEW_NS", 0)
+    folder = adapter(tmp_path / "x", b"1" * 100)
+    (folder / "spare.bin").write_bytes(b"x")
+    time.sleep(0.02)
+    since = began()
+    lasting = Adapters(since_ns=since, process_key=b"1").digest(request("x", folder))
+    assert lasting is not None
+    assert lasting == Adapters(since_ns=since, process_key=b"2").digest(request("y", folder))
+    assert not caplog.records
+    time.sleep(0.02)
+    change(folder / "adapter_model.safetensors")
+    adapters = Adapters(since_ns=since, process_key=b"1")
+    one = adapters.digest(request("x", folder))
+    assert one is not None
+    assert one == adapters.digest(request("x", folder))
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
+    assert one != Adapters(since_ns=since, process_key=b"2").digest(request("x", folder))
+    restarted = Adapters(since_ns=began(1.0), process_key=b"3").digest(request("x", folder))
+    assert restarted not in (None, one, lasting)
+    assert restarted == Adapters(since_ns=began(1.0)).digest(request("x", folder))
+
+
+def test_b4_an_adapter_that_was_first_seen_unchanged_keeps_its_identity(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "x", b"1" * 100)
+    adapters = Adapters(since_ns=began(2.0), process_key=b"1")
+    first = adapters.digest(request("x", folder))
+    rewrite(folder / "adapter_model.safetensors")
+    assert adapters.digest(request("x", folder)) is None
+    adapter(folder, b"1" * 100)
+    assert adapters.digest(request("x", folder)) == first
+
+
+def test_b6_files_are_told_apart_that_only_the_kernel_can_tell_apart(folder: Path) -> None:
+    before = weights_digest(str(folder))
+    time.sleep(0.02)
+    rewrite(folder / "model.safetensors")
+    assert weights_digest(str(folder)) != before
+
+
+# --- how vLLM applies an adapter -------------------------------------------------------------------
+
+LORA_CHANGES: list[tuple[str, Any]] = [
+    ("lora_dtype", "float32"),
+    ("target_modules", ["o_proj"]),
+    ("target_modules", []),
+    ("enable_tower_connector_lora", True),
+    ("enable_mixed_moe_lora_format", True),
+    ("enable_moe_shared_loras", True),
+]
+
+
+def lora_engine(**options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "lora_dtype": "bfloat16",
+        "target_modules": None,
+        "enable_tower_connector_lora": False,
+        "enable_mixed_moe_lora_format": False,
+        "enable_moe_shared_loras": False,
+        "max_loras": 4,
+    }
+    return SimpleNamespace(lora_config=SimpleNamespace(**{**defaults, **options}))
+
+
+def test_b7_options_that_change_what_an_adapter_does_change_its_digest(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "x", b"1")
+
+    def digest(config: Any, **more: Any) -> bytes | None:
+        return Adapters(options=adapter_options(config)).digest(request("x", folder, **more))
+
+    base = digest(lora_engine())
+    seen = {base, digest(lora_engine(), is_3d_lora_weight=True)}
+    seen |= {digest(lora_engine(**{name: value})) for name, value in LORA_CHANGES}
+    assert len(seen) == len(LORA_CHANGES) + 2
+    assert None not in seen
+    assert digest(lora_engine(max_loras=8)) == base
+    one, other = (digest(lora_engine(target_modules=names)) for names in (["a", "b"], ["b", "a"]))
+    assert one == other
+    assert digest(lora_engine(), tensorizer_config_dict={"uri": "s3://x"}) is None
+    assert adapter_options(SimpleNamespace(lora_config=None)) == ""

@@ -1,34 +1,40 @@
-"""Digests of files: a model's weights by samples, an adapter's files whole. BLAKE3, remembered by inode, size and
-modification time, so that asking again costs a ``stat`` a file."""
+"""Digests of files: a model's weights by samples, an adapter's files whole.
+
+Digests are BLAKE3. They are remembered by inode, size and time stamps, so that a second digest of
+a file costs one ``stat``.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from blake3 import blake3
 
 from kvstow.runtime import Clock, Executor, SystemClock
+from kvstow.vllm import plugin
+
+logger = logging.getLogger("kvstow")
 
 SAMPLE_BYTES: Final = 4096
 SAMPLES: Final = 1024  # of a file whose tensors are not known
 MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own limit
 READ_BYTES: Final = 1 << 20
 MAX_ADAPTER_BYTES: Final = 4 << 30
-MAX_READING_S: Final = (
-    10.0  # a request waits so long for its adapter's files to be read; vLLM reads them too
-)
+# A request waits this long for its adapter's files to be read. vLLM reads them too.
+MAX_READING_S: Final = 10.0
 MAX_REMEMBERED: Final = 4096  # files; some 200 bytes each
+# File systems stamp changes with a clock that lags behind by a tick, and file servers have clocks
+# of their own.
+CLOCK_SKEW_NS: Final = 1_000_000_000
 
-WEIGHTS: Final = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".gguf",
-)  # the first kind that is there is what vLLM loads
+# vLLM loads the files of the first kind that a model's directory holds.
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")
 _TRAINING: Final = (
     "training_args.bin",
     "optimizer.bin",
@@ -42,34 +48,81 @@ _remembered: dict[tuple[object, ...], bytes] = {}
 
 
 class Weights(NamedTuple):
-    """``digest`` over the names and samples of ``files`` files of ``size_bytes`` bytes in all."""
+    """Digest over the names and samples of a model's weight files, and their size in all."""
 
     digest: str
     files: int
     size_bytes: int
 
 
-def weights_digest(path: str, load_format: str = "auto") -> Weights | None:
-    """Digest of the weight files at ``path``, a directory or one file. None: there are none.
+def loading_began_ns(clock: Clock) -> int:
+    """A time before which vLLM has read no file for this engine, in nanoseconds since the epoch.
 
-    Of each file its size, its header and 4 KiB from the middle of every tensor (safetensors; other formats: evenly
-    spaced samples and both ends), so that a fine-tune that changes a few layers differs, in seconds. Not a proof:
-    whoever can write the files can change bytes between the samples. Raises OSError.
+    It is the start of this process, which runs the engine core, or the time when vLLM loaded its
+    plug-ins in it if that was later. Workers are started after both.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot, as is the next
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    process_began_s = clock.wall() - (uptime_s - started_s)
+    return int(max(process_began_s, plugin.registered_s) * 1e9)
+
+
+def _is_immutable(folder: str) -> bool:
+    """Whether ``folder`` is a snapshot in a Hugging Face cache.
+
+    Its files are links to blobs that are named by their content and never rewritten. vLLM may
+    download them while the engine starts.
+    """
+    snapshots, _ = os.path.split(folder.rstrip("/"))
+    repository, name = os.path.split(snapshots)
+    return name == "snapshots" and os.path.basename(repository).startswith("models--")
+
+
+def weights_digest(path: str, load_format: str = "auto") -> Weights | None:
+    """Digest the weight files at ``path``, a directory or one file. None if there are none.
+
+    Each file counts with its size, its header and 4 KiB from the middle of every tensor. Formats
+    other than safetensors count with evenly spaced samples and both ends. So a fine-tune that
+    changes a few layers has another digest, which takes seconds. It is no proof: a writer of the
+    files can change bytes between the samples. Raises OSError.
     """
     files = _weight_files(path, load_format)
     if not files:
         return None
-    hasher, size = blake3(), 0
+    hasher = blake3()
     for name, file in files:
         hasher.update(f"{len(name.encode())}:{name}".encode())
         hasher.update(_remember(file, _sampled))
-        size += os.stat(file).st_size
-    return Weights(hasher.hexdigest(), len(files), size)
+    size_bytes = sum(os.stat(file).st_size for _, file in files)
+    return Weights(hasher.hexdigest(), len(files), size_bytes)
+
+
+def weights_changed_since(path: str, load_format: str, since_ns: int) -> bool:
+    """Whether the weight files at ``path`` may have changed after ``since_ns``. Raises OSError."""
+    return _changed_since(path, _weight_files(path, load_format), since_ns)
+
+
+def file_digest(path: str) -> str:
+    """Hexadecimal digest of one whole file. Raises OSError."""
+    return _remember(path, _whole).hex()
+
+
+def code_digest(folder: str) -> str:
+    """Hexadecimal digest of the Python files in ``folder``, which a model's repository may bring."""
+    hasher = blake3()
+    for file in sorted(Path(folder).glob("*.py")):
+        hasher.update(f"{len(file.name.encode())}:{file.name}".encode())
+        hasher.update(_remember(str(file), _whole))
+    return hasher.hexdigest()
 
 
 def lora_digest(path: str) -> bytes | None:
-    """Digest of the content of an adapter's files. None: not a local directory with an adapter, unreadable, or larger
-    than ``MAX_ADAPTER_BYTES`` (then its KV has no identity, and is neither loaded nor stored)."""
+    """Digest the content of an adapter's files.
+
+    None if ``path`` is no local directory with an adapter, cannot be read, or holds more than
+    ``MAX_ADAPTER_BYTES``. Such an adapter's KV has no identity.
+    """
     try:
         files = _adapter_files(path)
         if not files:
@@ -83,8 +136,30 @@ def lora_digest(path: str) -> bytes | None:
     return hasher.digest()
 
 
+def adapter_changed_since(path: str, since_ns: int) -> bool:
+    """Whether an adapter's files may have changed after ``since_ns``, or cannot be read."""
+    try:
+        return _changed_since(os.path.expanduser(path), _adapter_files(path), since_ns)
+    except (OSError, ValueError):
+        return True
+
+
+def _changed_since(folder: str, files: Sequence[tuple[str, str]], since_ns: int) -> bool:
+    """Whether any of these files may have been written, renamed, added or removed since then.
+
+    A file's ctime, which no program can set, moves with its content and with a rename over it. A
+    directory's mtime moves when an entry is added or removed.
+    """
+    if _is_immutable(folder):
+        return False
+    paths = [path for _, path in files]
+    changes = [os.stat(path).st_ctime_ns for path in paths]
+    changes += [os.stat(parent).st_mtime_ns for parent in {os.path.dirname(p) for p in paths}]
+    return not changes or max(changes) > since_ns - CLOCK_SKEW_NS
+
+
 def _adapter_files(path: str) -> list[tuple[str, str]]:
-    """Name and path of each of an adapter's files; none if it isn't one, or too large."""
+    """Name and path of each of an adapter's files. Empty if it isn't one, or is too large."""
     folder = os.path.expanduser(path)
     names = sorted(
         entry.name
@@ -92,16 +167,15 @@ def _adapter_files(path: str) -> list[tuple[str, str]]:
         if entry.is_file() and entry.name.endswith(_ADAPTER)
     )
     files = [(name, os.path.join(folder, name)) for name in names]
-    if (
-        "adapter_config.json" not in names
-        or sum(os.stat(file).st_size for _, file in files) > MAX_ADAPTER_BYTES
-    ):
+    if "adapter_config.json" not in names:
+        return []
+    if sum(os.stat(file).st_size for _, file in files) > MAX_ADAPTER_BYTES:
         return []
     return files
 
 
 def _unread(path: str) -> bool:
-    """Whether an adapter's digest takes more than a ``stat`` a file."""
+    """Whether an adapter's digest takes more than one ``stat`` a file."""
     try:
         return any(
             _remembered_as(_whole, os.stat(file)) not in _remembered
@@ -112,27 +186,52 @@ def _unread(path: str) -> bool:
 
 
 class Adapters:
-    """Digests of adapters, as they were when first asked for. None ever after for one whose files have changed since:
-    which of the two vLLM computes with can't be known from here, and its own cache, which goes by name and path, may
-    give out KV of the older one.
+    """Digests of LoRA adapters, as they were when first asked for.
 
-    With an ``executor`` files are read there, never by the caller, who asks ``reading`` first."""
+    An adapter whose files have changed since then has no digest any more. kvstow cannot know which
+    version vLLM computes with, and vLLM's own cache may give out KV of the older one.
 
-    def __init__(self, executor: Executor | None = None, clock: Clock | None = None) -> None:
-        self._first: dict[tuple[str, str], bytes] = {}
+    An adapter whose files changed after ``since_ns`` may have been loaded before the change. Its
+    digest holds for this process only: ``process_key`` is mixed into it.
+
+    ``options`` is text that names the settings that decide how vLLM applies an adapter.
+    """
+
+    def __init__(
+        self,
+        executor: Executor | None = None,
+        clock: Clock | None = None,
+        *,
+        options: str = "",
+        since_ns: int | None = None,
+        process_key: bytes = b"",
+    ) -> None:
+        """``executor`` reads the files, and callers ask ``reading`` first. None: callers read them.
+
+        ``since_ns`` is the time before which vLLM had loaded nothing; None: no file is too new.
+        """
+        # By name and path: digest of the files' content when first asked for, and what was answered.
+        self._first: dict[tuple[str, str], tuple[bytes, bytes]] = {}
         self._executor = executor
         self._clock = clock or SystemClock()
-        self._reading: dict[str, float] = {}  # paths, and since when
+        self._options = options.encode()
+        self._since_ns = since_ns
+        self._process_key = process_key
+        self._reading: dict[str, float] = {}  # path to the time when its reading began
 
     def reading(self, path: str) -> bool:
-        """Whether the adapter's files are being read: ask again. For ``MAX_READING_S``; then it has no digest yet."""
+        """Whether the adapter's files are being read, and the caller shall ask again.
+
+        False after ``MAX_READING_S``, when the adapter has no digest yet.
+        """
         if self._executor is None:
             return False
         self._executor.poll()
         now = self._clock.monotonic()
         if path not in self._reading:
-            done = partial(self._read, path)
-            if not _unread(path) or not self._executor.submit(partial(lora_digest, path), done):
+            if not _unread(path):
+                return False
+            if not self._executor.submit(partial(lora_digest, path), partial(self._read, path)):
                 return False
             self._reading[path] = now
         return now - self._reading[path] < MAX_READING_S
@@ -140,14 +239,41 @@ class Adapters:
     def _read(self, path: str, _digest: bytes | None, _error: BaseException | None) -> None:
         del self._reading[path]
 
-    def digest(self, name: str, path: str) -> bytes | None:
-        """``lora_digest`` of ``path``, if it is what it was."""
-        digest = None if self._executor is not None and _unread(path) else lora_digest(path)
-        if digest is None:
+    def digest(self, lora_request: object) -> bytes | None:
+        """The adapter's digest. None if its KV has no identity, or its files are not read yet."""
+        name = str(getattr(lora_request, "lora_name", ""))
+        path = str(getattr(lora_request, "lora_path", ""))
+        if getattr(lora_request, "tensorizer_config_dict", None):
+            return None  # the weights come from elsewhere
+        if self._executor is not None and _unread(path):
             return None
-        if len(self._first) >= MAX_REMEMBERED and (name, path) not in self._first:
-            del self._first[next(iter(self._first))]
-        return digest if self._first.setdefault((name, path), digest) == digest else None
+        found = lora_digest(path)
+        if found is None:
+            return None
+        first = self._first.get((name, path))
+        if first is None:
+            if len(self._first) >= MAX_REMEMBERED:
+                del self._first[next(iter(self._first))]
+            first = (found, self._identity(lora_request, name, path, found))
+            self._first[name, path] = first
+        content, identity = first
+        return identity if content == found else None
+
+    def _identity(self, lora_request: object, name: str, path: str, content: bytes) -> bytes:
+        hasher = blake3(content)
+        # How vLLM reads the files of a mixture of experts, and what it applies of them.
+        hasher.update(b"3d" if getattr(lora_request, "is_3d_lora_weight", False) else b"2d")
+        hasher.update(self._options)
+        if self._since_ns is not None and adapter_changed_since(path, self._since_ns):
+            logger.warning(
+                "The files of adapter %s (%s) changed after this engine started, so vLLM may have "
+                "loaded them before the change. Its KV is found by this engine only, until a "
+                "restart.",
+                name,
+                path,
+            )
+            hasher.update(self._process_key)
+        return hasher.digest()
 
 
 def _weight_files(path: str, load_format: str) -> list[tuple[str, str]]:
@@ -162,16 +288,19 @@ def _weight_files(path: str, load_format: str) -> list[tuple[str, str]]:
         if name.endswith(kinds) and name not in _TRAINING
     ]
     for kind in kinds:
-        if chosen := sorted(file for file in found if file[1].endswith(kind)):
+        chosen = sorted(file for file in found if file[1].endswith(kind))
+        if chosen:
             return chosen
     return []
 
 
 def _remembered_as(digest: Callable[[int, int], bytes], stat: os.stat_result) -> tuple[object, ...]:
-    return (digest, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    times = (stat.st_mtime_ns, stat.st_ctime_ns)
+    return (digest, stat.st_dev, stat.st_ino, stat.st_size, *times)
 
 
 def _remember(path: str, digest: Callable[[int, int], bytes]) -> bytes:
+    """The file's digest, computed only if the file is not remembered."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         stat = os.fstat(fd)
@@ -200,17 +329,14 @@ def _sampled(fd: int, size: int) -> bytes:
     hasher = blake3(size.to_bytes(8, "little"))
     header = _safetensors_header(fd, size)
     if header is None:
-        for piece in (
-            os.pread(fd, READ_BYTES, 0),
-            os.pread(fd, READ_BYTES, max(0, size - READ_BYTES)),
-        ):
-            hasher.update(piece)
-        middles: Iterator[int] = iter(range(0, size, max(SAMPLE_BYTES, size // SAMPLES)))
+        hasher.update(os.pread(fd, READ_BYTES, 0))
+        hasher.update(os.pread(fd, READ_BYTES, max(0, size - READ_BYTES)))
+        samples: Iterator[int] = iter(range(0, size, max(SAMPLE_BYTES, size // SAMPLES)))
     else:
         hasher.update(header)
-        middles = _tensor_middles(header)
-    for middle in middles:
-        hasher.update(os.pread(fd, SAMPLE_BYTES, middle))
+        samples = _tensor_middles(header)
+    for offset in samples:
+        hasher.update(os.pread(fd, SAMPLE_BYTES, offset))
     return hasher.digest()
 
 
@@ -224,7 +350,7 @@ def _safetensors_header(fd: int, size: int) -> bytes | None:
 
 
 def _tensor_middles(header: bytes) -> Iterator[int]:
-    """File offset of the sample of each tensor, in file order. Of a tensor of up to 4 KiB that is all of it."""
+    """File offset of each tensor's sample, in file order. A tensor of up to 4 KiB is one sample."""
     try:
         entries = json.loads(header[8:])
         offsets = sorted(

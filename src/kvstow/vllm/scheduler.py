@@ -156,7 +156,7 @@ class SchedulerSide:
         lora = request.lora_request
         if lora is None:
             return self._namespace
-        digest = self._adapters.digest(lora.lora_name, lora.lora_path)
+        digest = self._adapters.digest(lora)
         return None if digest is None else self._namespace.derive("lora", digest)
 
     # --- allocation ----------------------------------------------------------------------------------------------

@@ -25,11 +25,12 @@ from kvstow.runtime import SystemClock
 from kvstow.settings import Effective, Settings, load, load_lmcache, variable
 from kvstow.tiers import Tier
 from kvstow.vllm import rbln_config
-from kvstow.vllm.fingerprint import Adapters
+from kvstow.vllm.fingerprint import Adapters, loading_began_ns
 from kvstow.vllm.groups import Blocks, block_geometry, device_specs, kv_shard
 from kvstow.vllm.identity import (
     SEED_VARIABLE,
     Identity,
+    adapter_options,
     attention_backends,
     model_identity,
     require_fixed_root,
@@ -224,9 +225,11 @@ def scheduler_side(
             engines = vllm_config.parallel_config.data_parallel_size_local
             build.check(settings, layout, engines=engines)
     backends = "+".join(sorted({handshake.backends for handshake in handshakes.values()}))
-    identity = model_identity(vllm_config, pages, layout.chunk_tokens, backends)
+    clock = SystemClock()
+    since_ns = loading_began_ns(clock)
+    identity = model_identity(vllm_config, pages, layout.chunk_tokens, backends, since_ns=since_ns)
     parts = _Parts(
-        vllm_config, kv_cache_config, settings, layout, pages, identity, SystemClock(), Metrics()
+        vllm_config, kv_cache_config, settings, layout, pages, identity, clock, Metrics()
     )
     with effective.named():
         places, cache = _host_pool(parts) if settings.direct.engine is None else _direct(parts)
@@ -242,7 +245,13 @@ def scheduler_side(
         clock=parts.clock,
         metrics=parts.metrics,
         on_mounted=places.on_mounted,
-        adapters=Adapters(build.adapter_executor()),
+        adapters=Adapters(
+            build.adapter_executor(),
+            clock,
+            options=adapter_options(vllm_config),
+            since_ns=since_ns,
+            process_key=f"{transfer.engine_id} {since_ns}".encode(),
+        ),
     )
 
 
