@@ -1,6 +1,6 @@
-"""Codecs on KV of the demo's model:
+"""Codecs on KV that the demo's model computes for three fixed texts (bench/texts).
 
-three fixed texts (bench/texts), one core, zstd level 1 beside them.
+One core, with zstd level 1 beside them.
 """
 
 from __future__ import annotations

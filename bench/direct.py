@@ -144,9 +144,9 @@ def raw_works(subject: Subject, fd: int) -> dict[str, bench.disk.Work]:
 def media_works(
     media: Media, leases: Sequence[Lease], slots: Sequence[memoryview]
 ) -> dict[str, bench.disk.Work]:
-    """The engine ``file`` without the pages:
+    """The media ``file`` without the pages.
 
-    each thread of the pool has a staging area, told by its slot.
+    Each thread of the pool has a staging area, given by its slot.
     """
     areas = {id(slot): area for area, slot in enumerate(slots)}
     places = [lease.place for lease in leases]

@@ -43,13 +43,13 @@ STEPS: Final = 120  # of the victim in one run: some 0.25 s
 RUNS: Final = (
     3  # in a measurement, of which the fastest counts: whatever else the machine does only adds
 )
-ROUNDS: Final = 40  # short ones: what else the machine does changes from second to second
+ROUNDS: Final = 24  # short ones: what else the machine does changes from second to second
 
 
 def victim() -> float:
-    """Seconds that ``STEPS`` scheduler-like steps take:
+    """Times ``STEPS`` scheduler-like steps: dicts, lists and small objects, nothing that blocks.
 
-    dicts, lists and small objects, nothing that blocks.
+    Returns seconds.
     """
     began = time.perf_counter()
     for step in range(STEPS):
@@ -63,10 +63,7 @@ def victim() -> float:
 
 
 class Load:
-    """Writes and reads on ``threads`` threads while it is told to:
-
-    flat out, or ``bytes_s`` in all.
-    """
+    """Writes and reads on ``threads`` threads, as fast as they can or at a rate of ``bytes_s`` in all."""
 
     def __init__(self, root: Path, threads: int) -> None:
         self._threads = threads
@@ -107,10 +104,7 @@ class Load:
             self._moved[which] += 2 * len(slot)
 
     def set(self, bytes_s: float) -> int:
-        """Go on at this rate:
-
-        0 is a halt, infinite is flat out. Returns how many bytes were moved so far.
-        """
+        """Sets the rate in bytes a second; 0 pauses, infinity is no limit. Returns the bytes moved so far."""
         self._pause_s = self._threads * 2 * GROUP.frame_bytes / bytes_s if bytes_s else 0.0
         (self._go.set if bytes_s else self._go.clear)()
         return sum(self._moved)
@@ -158,9 +152,9 @@ def outside(root: Path, threads: int) -> Iterator[Callable[[float], int]]:
 
 
 def serve(root: Path, threads: int) -> None:
-    """The other process:
+    """Runs the load in the other process.
 
-    sets the rate that each line says, until none comes, and answers what it has moved.
+    Sets the rate from each line of its input and prints the bytes moved so far, until the input ends.
     """
     load = Load(root, threads)
     for line in sys.stdin:
@@ -169,9 +163,9 @@ def serve(root: Path, threads: int) -> None:
 
 
 def run(rounds: int = ROUNDS, folder: Path = OUT, threads: int = THREADS) -> dict[str, Any]:
-    """``{"gil": {"victim_slowdown":
+    """Returns ``{"gil": {"victim_slowdown": ..., ...}}``.
 
-    ..., ...}}``: medians; the slow-down is a median of ratios within a round.
+    Figures are medians; the slow-down is a median of ratios within a round.
     """
     folder.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, list[float]] = {"alone": [], "inside": [], "outside": []}

@@ -20,7 +20,7 @@ from bench.report import command
 from kvstow.runtime import SystemClock
 from tests.rigs.mooncake_server import MooncakeServer, missing, quiet
 
-ROUNDS: Final = 7
+ROUNDS: Final = 5
 
 
 class Alone(Client):

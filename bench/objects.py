@@ -20,7 +20,7 @@ from bench.over_client import Client, compare, table
 from bench.report import command
 from kvstow.runtime import SystemClock
 
-ROUNDS: Final = 7
+ROUNDS: Final = 5
 BUCKET: Final = "bench"
 CREDENTIALS: Final = {
     "AWS_ACCESS_KEY_ID": "bench",

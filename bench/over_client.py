@@ -1,6 +1,6 @@
-"""A store against its client alone:
+"""A store against its client alone, on the same frames, slots, threads and server.
 
-the same frames, slots, threads and server; the sides alternate.
+The sides alternate.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Tier:
 
 
 def compare(client: Client, store: Store, rounds: int) -> dict[str, Any]:
-    """``get_over_client`` and ``put_over_client``, the least of all sizes; under ``mib_<n>`` each
-    size's.
+    """Returns ``get_over_client`` and ``put_over_client``, each the least of all sizes.
+
+    ``mib_<n>`` has the figures of one size.
     """
     sizes = {f"mib_{mib}": _measure(client, store, mib, rounds) for mib in SIZES_MIB}
     least = {

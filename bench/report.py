@@ -1,7 +1,4 @@
-"""What a part of the benchmark does with its result when it is run by itself:
-
-a table for people, JSON in a file.
-"""
+"""Reports a part of the benchmark that is run alone: a table on the terminal, JSON in a file."""
 
 from __future__ import annotations
 

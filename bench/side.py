@@ -1,7 +1,4 @@
-"""The connector's scheduler side with a host pool and nothing else:
-
-no workers, no lower tiers, no vLLM engine.
-"""
+"""The connector's scheduler side with a host pool, without workers, lower tiers or a vLLM engine."""
 
 from __future__ import annotations
 

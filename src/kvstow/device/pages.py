@@ -48,9 +48,9 @@ KNOWN_DTYPES: Final = frozenset(
 
 
 class Plane(NamedTuple):
-    """One plane in bytes of its storage:
+    """One plane, in bytes of its storage.
 
-    block ``b`` has ``width`` bytes from ``offset + b * stride``.
+    Block ``b`` has ``width`` bytes from ``offset + b * stride``.
     """
 
     offset: int

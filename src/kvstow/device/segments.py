@@ -47,9 +47,9 @@ class GroupAddresses:
         )
 
     def segments(self, move: Move, piece_bytes: int) -> Segments:
-        """Returns the ranges of ``move``:
+        """Returns the ranges of ``move``, neighbours joined.
 
-        neighbours joined, none across a multiple of ``piece_bytes`` of the pool.
+        No range crosses a multiple of ``piece_bytes`` of the pool.
         """
         ids = torch.tensor(move.ids, dtype=torch.int64)
         order = torch.arange(move.first, move.first + len(move.ids))

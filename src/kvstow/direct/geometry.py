@@ -32,9 +32,9 @@ class Geometry:
 
     @classmethod
     def with_files(cls, layout: ChunkLayout, slots: int) -> Geometry:
-        """Returns the geometry of files:
+        """Returns the geometry of files.
 
-        extents behind a superblock and, in the first file, the table.
+        Extents follow a superblock and, in the first file, the table.
         """
         sizes = extent_bytes(layout)
         table = align_up(slots * RECORD_BYTES)

@@ -29,10 +29,9 @@ class HungRanks:
         return bool(self._ranks)
 
     def update(self, ranks: Mapping[tuple[int, int], bool]) -> None:
-        """Takes reports:
+        """Takes reports: True for a rank whose NVMe hangs, False for one that works again.
 
-        True for a rank whose NVMe hangs, False for one that works again. Logs a change of the
-        whole.
+        Logs when the bypass begins and ends.
         """
         before = bool(self)
         self._ranks = {rank for rank in self._ranks | ranks.keys() if ranks.get(rank, True)}

@@ -122,10 +122,7 @@ class RdsMedia:
         self._read(area, extent)
 
     def probe(self, area: int, extent: Extent) -> None:
-        """Reads like ``read``, and makes the slot's chunk first:
-
-        that call may be the one that hung.
-        """
+        """Reads like ``read``, and makes the slot's chunk first, since that call may be the one that hung."""
         try:
             self._chunk(self._slot(extent))
         except (RuntimeError, ValueError) as error:
