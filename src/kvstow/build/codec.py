@@ -10,9 +10,9 @@ from kvstow.errors import SettingsError, UnsupportedError
 from kvstow.layout import ChunkLayout
 from kvstow.settings import Settings
 from kvstow.settings.sections.codec import RAW
-from kvstow.tiers import Coder
 
 if TYPE_CHECKING:
+    from kvstow.codec.frames import FrameCoder
     from kvstow.codec.shape import KVShape
 
 EXTRA = ("numpy", "backports")  # what the extra installs
@@ -44,7 +44,7 @@ def coders(
     tiers: Sequence[str],
     layout: ChunkLayout,
     shapes: Sequence[Sequence[KVShape]],
-) -> Mapping[str, Coder | None]:
+) -> Mapping[str, FrameCoder | None]:
     """Of each tier, by its section's name; a raw one has one too, to read what was coded when the setting was another.
     ``shapes[g][s]`` is what the KV of shard ``s`` of group ``g`` is.
 
@@ -58,7 +58,9 @@ def coders(
     )
 
 
-def _coder(tier: str, name: str, layout: ChunkLayout, shapes: Sequence[Sequence[KVShape]]) -> Coder:
+def _coder(
+    tier: str, name: str, layout: ChunkLayout, shapes: Sequence[Sequence[KVShape]]
+) -> FrameCoder:
     from kvstow.codec import choose
     from kvstow.codec.frames import FrameCoder
 

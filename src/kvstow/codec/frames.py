@@ -63,7 +63,8 @@ class FrameCoder:
         return buffer
 
     def encode(self, sealed: memoryview, integrity_key: bytes | None) -> memoryview:
-        """See ``kvstow.tiers.moves.Coder``."""
+        """The coded frame of a sealed one, good until this thread's next call; ``sealed`` itself where coding does not
+        shorten it. Not called where ``codes`` is False."""
         header = frame.parse_header(sealed[:HEADER_BYTES])
         out, payload, lengths = self._buffer(), PayloadChecksum(integrity_key), []
         at = HEADER_BYTES
@@ -90,6 +91,7 @@ class FrameCoder:
         return out[:at]
 
     def knows(self, header: FrameHeader) -> bool:
+        """Whether ``decode`` can read a frame of this codec and parameters."""
         return self._of(header) is not None
 
     def _of(self, header: FrameHeader) -> Codec | None:
@@ -97,7 +99,10 @@ class FrameCoder:
         return self._known(Kind(header.codec_id, version[0], parameters)) if version else None
 
     def decode(self, slot: memoryview, header: FrameHeader) -> None:
-        """See ``kvstow.tiers.moves.Coder``."""
+        """Turn the checked, coded frame at the start of ``slot`` into its payload, in place. The header page is zeroed.
+
+        Raises ``FrameError`` for what the codec cannot have written; ``slot`` is then undefined.
+        """
         codec, group = self._of(header), self._layout.groups[header.key.group]
         if codec is None:
             raise FrameError(

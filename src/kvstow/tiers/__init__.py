@@ -1,8 +1,7 @@
 """A lower tier: a store behind threads, limits and a breaker, as the owner's thread sees it."""
 
 from kvstow.tiers.call import Call
-from kvstow.tiers.limits import TierLimits, WriteRate
-from kvstow.tiers.moves import Coder
+from kvstow.tiers.limits import TierLimits
 from kvstow.tiers.tier import Tier
 
-__all__ = ["Call", "Coder", "Tier", "TierLimits", "WriteRate"]
+__all__ = ["Call", "Tier", "TierLimits"]

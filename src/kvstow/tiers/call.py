@@ -1,4 +1,4 @@
-"""A store call on its way: cancelled, or begun, never both."""
+"""One call of a store, from its queue to its end."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from collections.abc import Callable
 
 
 class Call:
-    """One store call: queued, begun by a worker unless cancelled before, ended on the owner's thread."""
+    """A store call: queued, then either cancelled by its owner or begun by a worker, and ended.
+
+    ``began_s`` and ``ended_s`` are times of the monotonic clock, None before. ``release_bytes`` gives back what the
+    call occupies, and is called if it is cancelled.
+    """
 
     __slots__ = ("_claim", "began_s", "cancelled", "ended_s", "release_bytes")
 
     def __init__(self, release_bytes: Callable[[], None]) -> None:
-        self._claim = threading.Lock()  # taken once, by whoever comes first: the worker or cancel()
+        self._claim = threading.Lock()  # taken once, by the worker or by cancel()
         self.began_s: float | None = None
         self.ended_s: float | None = None
         self.cancelled = False
         self.release_bytes = release_bytes
 
     def begin(self, now_s: float) -> bool:
-        """Worker: False if it was cancelled."""
+        """Begin, on a worker. Returns False if the call was cancelled."""
         if not self._claim.acquire(blocking=False):
             return False
         self.began_s = now_s
         return True
 
     def cancel(self) -> bool:
-        """Owner: True if it has not begun; then it never touches its buffers, and its ``then`` never runs."""
+        """Cancel, on the owner's thread. Returns True if the call had not begun: it never touches its buffers, and
+        its ``then`` never runs."""
         if self.cancelled or not self._claim.acquire(blocking=False):
             return False
         self.cancelled = True
@@ -35,4 +40,5 @@ class Call:
 
     @property
     def seconds(self) -> float:
+        """How long the store call took."""
         return (self.ended_s or 0.0) - (self.began_s or 0.0)

@@ -1,4 +1,4 @@
-"""A Store wrapper for stores that others wrote: what it answers is checked, and what it is lent is taken back."""
+"""A Store wrapper for plug-ins: it checks answers, and takes back the buffers that it has lent."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ CLOSE_S: Final = 2.0
 
 
 class CheckedStore:
-    """Forwards to ``store``. An answer that isn't of the contract is raised as ``StoreUnavailable``, so that it counts
-    as a fault of the store; what ``store`` itself raises, whatever it is, passes. Parts are lent read-only; a buffer
-    is released after the call that it was lent for (views and arrays that were made of it are not). ``close`` waits at
-    most ``CLOSE_S``."""
+    """Forwards to ``store``, which a plug-in brought.
+
+    An answer that breaks the contract is raised as ``StoreUnavailable``, so that it counts as a fault of the store.
+    Every exception of ``store`` passes. Parts are lent read-only; a buffer is released after the call that it was
+    lent for, but views and arrays that the store made of it are not. ``close`` waits at most ``CLOSE_S``.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return _answers(self._store.contains(keys), len(keys), bool)
+        return _checked_list(self._store.contains(keys), len(keys), bool)
 
     def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
         with _lent([buffer[:] for _, buffer in items]) as views:
             outcomes = self._store.read(
                 [(key, view) for (key, _), view in zip(items, views, strict=True)]
             )
-        _answers(outcomes, len(items), Done | Missing | Rejected)
+        _checked_list(outcomes, len(items), Done | Missing | Rejected)
         for (_, buffer), outcome in zip(items, outcomes, strict=True):
             _require(
                 not isinstance(outcome, Done) or _is_length(outcome.length, 0, len(buffer)), outcome
@@ -46,7 +48,7 @@ class CheckedStore:
             outcomes = self._store.write(
                 [(key, [next(left) for _ in parts]) for key, parts in items]
             )
-        _answers(outcomes, len(items), Done | Missing | Rejected)
+        _checked_list(outcomes, len(items), Done | Missing | Rejected)
         for (_, parts), outcome in zip(items, outcomes, strict=True):
             size = sum(len(part) for part in parts)
             _require(
@@ -63,8 +65,10 @@ class CheckedStore:
 
 
 def within(name: str, work: Callable[[], T], timeout_s: float) -> T:
-    """The value of ``work``, which others wrote: run on a thread of its own, for at most ``timeout_s``. Raises
-    ``StoreUnavailable`` for whatever it raises, and when it has not ended."""
+    """Run a plug-in's ``work`` on a thread of its own, named ``name``, and return its value.
+
+    Raises ``StoreUnavailable`` for whatever it raises, and if it has not ended after ``timeout_s`` seconds.
+    """
     ended = run_within(name, work, timeout_s)
     if ended is None:
         raise StoreUnavailable(f"it did not end within {timeout_s:g} s")
@@ -75,8 +79,10 @@ def within(name: str, work: Callable[[], T], timeout_s: float) -> T:
 
 @contextmanager
 def _lent(views: list[memoryview]) -> Iterator[list[memoryview]]:
-    """``views`` for the block; afterwards they can't be used by whoever kept one. An array over one, which may live as
-    long as an exception, keeps it."""
+    """Lend ``views`` for the block, and release them afterwards.
+
+    A view that an array keeps, as one does that an exception holds, can't be released.
+    """
     try:
         yield views
     finally:
@@ -85,14 +91,15 @@ def _lent(views: list[memoryview]) -> Iterator[list[memoryview]]:
                 view.release()
 
 
-def _answers(found: Any, length: int, kind: Any) -> list[Any]:
-    _require(
-        isinstance(found, list)
-        and len(found) == length
-        and all(isinstance(one, kind) for one in found),
-        found,
+def _checked_list(answer: Any, length: int, kind: Any) -> list[Any]:
+    """The answer as a list, if it is one of ``length`` items of ``kind``. Raises ``StoreUnavailable``."""
+    good = (
+        isinstance(answer, list)
+        and len(answer) == length
+        and all(isinstance(one, kind) for one in answer)
     )
-    return list(found)
+    _require(good, answer)
+    return list(answer)
 
 
 def _is_length(value: object, low: int, high: int) -> bool:

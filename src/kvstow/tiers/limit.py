@@ -1,4 +1,4 @@
-"""A Store wrapper that takes no more than so many bytes a second."""
+"""A Store wrapper that bounds the bytes written each second."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ BURST_S: Final = 2.0  # a prompt's chunks come all at once
 
 
 class WriteLimit(StoreWrapper):
-    """Forwards to ``store``; writes are ``REJECTED`` while those of the last seconds were more than ``bytes_s``.
+    """Forwards to ``store``; rejects writes beyond ``bytes_s`` bytes a second.
 
-    A computed prompt is written all at once, by every engine, on the network that others wait for a read on. What is
-    rejected is offered again when its prompt returns. It doesn't wait: the threads that would are those that read.
-    ``burst_s`` seconds without a write may be made up for, and one write is always taken when none was for as long.
+    Every engine writes a computed prompt all at once, on the network that others wait for a read on. A rejected chunk
+    is offered again when its prompt returns. The wrapper never waits: the waiting threads would be those that read.
+
+    ``burst_s`` seconds of unused rate may be made up for. One write, however large, is taken when none was for as
+    long.
     """
 
     def __init__(
@@ -28,24 +30,27 @@ class WriteLimit(StoreWrapper):
         super().__init__(store)
         self._clock = clock
         self._bytes_s = bytes_s
-        self._most = bytes_s * burst_s
+        self._burst_bytes = bytes_s * burst_s
+        self._available_bytes = self._burst_bytes
+        self._updated_s = clock.monotonic()
         self._lock = threading.Lock()
-        self._left = self._most
-        self._at_s = clock.monotonic()
 
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
-        takes = [self._take(sum(map(len, parts))) for _, parts in items]
-        wrote = iter(
-            self._store.write([item for item, take in zip(items, takes, strict=True) if take])
+        admitted = [self._admit(sum(map(len, parts))) for _, parts in items]
+        outcomes = iter(
+            self._store.write([item for item, ok in zip(items, admitted, strict=True) if ok])
         )
-        return [next(wrote) if take else REJECTED for take in takes]
+        return [next(outcomes) if ok else REJECTED for ok in admitted]
 
-    def _take(self, size: int) -> bool:
+    def _admit(self, size: int) -> bool:
+        """Whether ``size`` bytes may be written now; then they are."""
         with self._lock:
-            now = self._clock.monotonic()
-            self._left = min(self._most, self._left + (now - self._at_s) * self._bytes_s)
-            self._at_s = now
-            if size > self._left < self._most:
+            now_s = self._clock.monotonic()
+            gained_bytes = (now_s - self._updated_s) * self._bytes_s
+            self._available_bytes = min(self._burst_bytes, self._available_bytes + gained_bytes)
+            self._updated_s = now_s
+            full = self._available_bytes == self._burst_bytes
+            if size > self._available_bytes and not full:
                 return False
-            self._left -= size
+            self._available_bytes -= size
             return True

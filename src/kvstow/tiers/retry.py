@@ -1,4 +1,4 @@
-"""A Store wrapper that asks again at once when a call failed at once."""
+"""A Store wrapper that repeats a call which failed at once."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ R = TypeVar("R")
 
 ATTEMPTS: Final = 3
 FIRST_PAUSE_S: Final = 0.01
-TOTAL_S: Final = 0.15  # less than a fetch is waited for
+TOTAL_S: Final = 0.15  # less than a request waits for a fetch
 
 
 class Retry(StoreWrapper):
-    """Forwards to ``store``; a call that ended in ``StoreUnavailable`` is made again, at most ``attempts`` in all.
+    """Forwards to ``store``; repeats a call that ended in ``StoreUnavailable``, up to ``attempts`` calls in all.
 
-    It heals what is over by then: a connection that somebody in between dropped while it was idle, a failover. So
-    nothing is asked again later than ``total_s`` after it was asked first, and what timed out is not. Every operation
-    of a Store may be repeated: of a write whose answer was lost the second is ``REJECTED``, and the value is there.
+    This heals short faults: a connection that a middlebox dropped while it was idle, a failover. No call is repeated
+    later than ``total_s`` after the first began, so one that timed out is not. Every operation of a Store may be
+    repeated: if the answer to a write was lost, the second write is ``REJECTED``, and the value is there.
 
-    Before the n-th try it pauses for half to all of ``first_pause_s * 2 ** n``, as ``rng`` says, so that engines which
-    lost one server don't come back in step. ``pause`` waits so many seconds; closing ends it.
+    The n-th pause lasts between half of ``first_pause_s * 2 ** (n - 1)`` seconds and all of it, as ``rng`` says, so
+    that engines which lost one server don't come back in step. ``pause`` waits for a number of seconds and returns
+    true if the store was closed meanwhile.
     """
 
     def __init__(
@@ -57,19 +58,20 @@ class Retry(StoreWrapper):
 
     def _call(self, method: Callable[[A], R], argument: A) -> R:
         until_s = self._clock.monotonic() + self._total_s
-        for attempt in range(1, self._attempts):
+        pause_s = self._first_pause_s
+        for _ in range(self._attempts - 1):
             try:
                 return method(argument)
             except StoreUnavailable:
-                pause_s = self._first_pause_s * 2 ** (attempt - 1) * self._rng.uniform(0.5, 1.0)
-                if (
-                    self._clock.monotonic() + pause_s > until_s
-                    or self._pause(pause_s)
-                    or self._closed.is_set()
-                ):
+                if not self._wait(pause_s * self._rng.uniform(0.5, 1.0), until_s):
                     raise
-                if (
-                    self._clock.monotonic() > until_s
-                ):  # the pause was longer: a machine that was suspended
-                    raise
+            pause_s *= 2
         return method(argument)
+
+    def _wait(self, pause_s: float, until_s: float) -> bool:
+        """Pause before the next attempt. Returns False if there must be none."""
+        if self._clock.monotonic() + pause_s > until_s:
+            return False
+        if self._pause(pause_s) or self._closed.is_set():
+            return False
+        return self._clock.monotonic() <= until_s  # the machine may have been suspended meanwhile

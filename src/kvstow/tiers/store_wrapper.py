@@ -1,4 +1,4 @@
-"""What Store wrappers have in common: every operation is forwarded, all through one method."""
+"""The base class of Store wrappers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ R = TypeVar("R")
 
 
 class StoreWrapper:
-    """A Store that forwards to ``store``. What a wrapper does to all operations alike it does in ``_call``.
+    """A Store that forwards every operation to ``store``.
 
-    ``close`` is always forwarded, and not through ``_call``: no wrapper may leak what the store holds.
+    A subclass overrides ``_call`` for what it does to all operations but ``close``. ``close`` is always forwarded,
+    because no wrapper may leak what the store holds.
     """
 
     def __init__(self, store: Store) -> None:

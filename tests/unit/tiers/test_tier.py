@@ -441,7 +441,7 @@ def test_corrupt_values_are_set_aside_as_the_tier_was_told_and_those_found_elsew
     rig = Rig(slots=4, tiers=1)
     [tier] = rig.tiers
     aside: list[object] = []
-    tier._moves._set_aside = aside.extend
+    tier._transfers._set_aside = aside.extend
     elsewhere = iter([2])
     tier._take_corrupt = lambda: next(elsewhere, 0)
     rig.inners[0].write([(key(1), [memoryview(b"not a frame")])])

@@ -155,7 +155,7 @@ def test_what_a_tier_has_is_not_coded_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert one.write(1)
     before = one.stored(1)
     monkeypatch.setattr(
-        type(one.tier._moves.coder), "encode", lambda *_: pytest.fail("coded again")
+        type(one.tier._transfers.coder), "encode", lambda *_: pytest.fail("coded again")
     )
     assert one.write(1)
     assert one.stored(1) == before
@@ -186,7 +186,7 @@ def test_a15_a_codec_that_fails_is_a_failed_store_and_a_miss(
 
 def test_seconds_of_coding_are_counted() -> None:
     one = One("lossless")
-    coding = one.tier._moves.coder
+    coding = one.tier._transfers.coder
     assert coding is not None
     for method in ("encode", "decode"):
         work = getattr(coding, method)
