@@ -1,10 +1,10 @@
-"""The Mooncake tier against its client alone, moving the same bytes with the same store; medians.
+"""Compares the Mooncake tier with its client alone: medians for the same bytes and store.
 
 Master and lending process are on loopback, bytes go over TCP. The client alone is its ``get_into``
-and ``put_from`` on registered slots, which wait in a busy loop: on few cores they hold up their own
-transfers, each run as it happens. The tier uses the client's ranged calls, which don't. It also
-keeps deletes and reads of a key apart, sees that nothing follows the bytes that it reads, and
-verifies the frame's checksum.
+and ``put_from`` on registered slots. These wait in a busy loop, and on few cores they delay their
+own transfers. The tier uses the client's calls by ranges, which sleep. It also keeps deletes and
+reads of a key apart, checks that the value ends where its frame does, and verifies the frame's
+checksum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS: Final = 5
 
 
 class Alone(Client):
-    """Mooncake's client. The slots are registered: the tier has seen them."""
+    """Mooncake's client alone. The tier has registered the slots before."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -44,11 +44,12 @@ def _address(slot: memoryview) -> int:
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
-    """``{"mooncake":
+    """Returns ``{"mooncake": {...}}`` with ``get_over_client`` and ``put_over_client``.
 
-    {"get_over_client": ..., "put_over_client": ..., "mib_4": {...}}}``: the least, and each size.
+    These are the least ratios of all sizes; the figures of each size are under ``mib_<n>``.
     """
-    if (why := missing()) is not None:
+    why = missing()
+    if why is not None:
         return {"mooncake": {"skipped": why}}
     quiet()
     from kvstow.backends.mooncake.connect import connect

@@ -1,11 +1,10 @@
-"""The object store tier against its client alone, moving the same bytes with the same store;
-medians.
+"""Compares the object store tier with its client alone: medians for the same bytes and store.
 
-The store is a fast fake one on loopback, in its own process (``tests.rigs.object_server``): a real
+The store is a fast fake one on loopback, in its own process (``tests.rigs.object_server``). A real
 one would be slower, and hide what the tier costs. The client alone is obstore's ``get`` and ``put``
-of whole frames, its bytes left where it put them. The tier also takes lengths before bytes, puts
-the bytes into a slot, splits what is larger than ``part_size``, and, reading, verifies the frame's
-checksum.
+of whole frames; the bytes stay where obstore put them. The tier also takes the length before the
+bytes, copies the bytes into a slot, reads frames larger than ``part_size`` in parts, and verifies
+the frame's checksum.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ class Alone(Client):
     def __init__(self, store: Any) -> None:
         import obstore
 
-        self._obstore, self._client = obstore, store._client
+        self._obstore = obstore
+        self._client = store._client
 
     def put(self, chunk: int, slot: memoryview) -> None:
         self._obstore.put(self._client, f"raw/{chunk}", slot, use_multipart=False)
@@ -48,9 +48,9 @@ class Alone(Client):
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
-    """``{"objects":
+    """Returns ``{"objects": {...}}`` with ``get_over_client`` and ``put_over_client``.
 
-    {"get_over_client": ..., "put_over_client": ..., "mib_4": {...}}}``: the least, and each size.
+    These are the least ratios of all sizes; the figures of each size are under ``mib_<n>``.
     """
     try:
         from kvstow.backends.objects.options import ObjectsOptions, parse_url

@@ -1,4 +1,7 @@
-"""Two real vLLM processes on one real Mooncake: what one stored the other hits; its master's end is a miss, no more."""
+"""Two real vLLM processes share one real Mooncake.
+
+What one stores the other hits. The end of the master is a miss, and nothing worse.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ pytestmark = [
 
 
 class Story:
-    """One stores, the other restores; the master is killed under traffic, and comes back empty."""
+    """One engine stores, the other restores. The master is killed under traffic, and comes back."""
 
     def __init__(self, folder: Path) -> None:
         self.seen: dict[str, dict[str, Any]] = {}
@@ -56,7 +59,7 @@ class Story:
             self._server.kill()
 
     def _recover(self) -> None:
-        """Until what the one engine stores anew is found by the other."""
+        """Runs prompts until one engine finds what the other has stored anew."""
         for _ in range(TRIES):
             self._one.run(PROMPTS)
             self.seen["then"] = self._two.run(PROMPTS)

@@ -1,4 +1,7 @@
-"""A real vLLM over an object store: what left memory is restored from there; whatever the store does, output stays."""
+"""A real vLLM uses an object store.
+
+Chunks that left memory are restored from there. Whatever the store does, output stays the same.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ ACTS = ["killed", "silent", "failing now and then", "bucket gone", "emptied", "c
 
 
 class Story:
-    """Everything that happens, once; ``seen`` is what each act showed."""
+    """Runs every act once. ``seen`` has what each act showed."""
 
     def __init__(self, folder: Path) -> None:
         self.seen: dict[str, dict[str, Any]] = {}
@@ -84,7 +87,7 @@ class Story:
     def _act(
         self, name: str, begin: Callable[[], object], end: Callable[[], object] = lambda: None
     ) -> None:
-        """It begins under traffic, goes on for another round, and is over; then everything is found again."""
+        """Lets a fault begin under traffic, last another round, and end."""
         before = self.engine.run([])
         self.seen[name] = self.engine.run(PROMPTS, begin)
         self.seen[f"{name}, still"] = self.engine.run(PROMPTS)
@@ -145,7 +148,7 @@ def test_k1_afterwards_everything_is_found_again(act: str) -> None:
 
 
 def test_faults_were_met_and_counted() -> None:
-    """Or the tests above would show nothing."""
+    """Without this the tests above would show nothing."""
     told = story()
     for act in ("killed", "silent", "bucket gone"):
         assert cached(told.seen[f"{act}, still"]) < ALL_TOKENS

@@ -1,6 +1,7 @@
-"""A real Mooncake on loopback, for tests and benchmarks: its master, and a process that lends memory to the store.
+"""Runs a real Mooncake on loopback, for tests and benchmarks: a master and a lender of memory.
 
-It needs the package mooncake-transfer-engine-non-cuda, and libraries that pip doesn't bring: see ``missing``.
+It needs the package mooncake-transfer-engine-non-cuda, and libraries that pip does not install: see
+``missing``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LIBRARIES: Final = {
 
 
 def missing() -> str | None:
-    """Why Mooncake can't be used here, and what to install; None: it can."""
+    """Returns why Mooncake can't run here, and what to install; None if it can."""
     if importlib.util.find_spec("mooncake") is None:
         return "Mooncake's client isn't installed: pip install 'kvstow[mooncake]'"
     packages = [package for name, package in LIBRARIES.items() if not _loads(name)]
@@ -50,12 +51,18 @@ def _loads(library: str) -> bool:
 
 
 def quiet() -> None:
-    """What kvstow's own tier sets before it loads the client."""
+    """Sets the variables that kvstow's own tier sets before it loads the client."""
     set_defaults(MooncakeOptions("").variables())
 
 
 class MooncakeServer:
-    """A master, and ``lend_bytes`` of memory lent by a process of its own. ``metadata``: also serve it over HTTP."""
+    """A master, and a process that lends memory to it.
+
+    Args:
+        folder: Where the logs go.
+        lend_bytes: How much memory is lent.
+        metadata: Whether the master also serves metadata over HTTP.
+    """
 
     def __init__(
         self, folder: Path, lend_bytes: int = 256 << 20, *, metadata: bool = False
@@ -122,7 +129,7 @@ class MooncakeServer:
             return True
 
     def pause(self) -> None:
-        """The master; all of its threads have stopped then."""
+        """Stops all threads of the master."""
         _stop(self._master)
 
     def resume(self) -> None:
@@ -137,11 +144,13 @@ class MooncakeServer:
         self._lender.send_signal(signal.SIGCONT)
 
     def kill_master(self) -> None:
-        process, self._master = self._master, None
+        process = self._master
+        self._master = None
         _end(process)
 
     def kill_lender(self) -> None:
-        process, self._lender = self._lender, None
+        process = self._lender
+        self._lender = None
         _end(process)
 
     def kill(self) -> None:
@@ -165,7 +174,7 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
 
 
 def lend(arguments: str) -> None:
-    """Lend memory until standard input ends: then whoever started this process is gone."""
+    """Lends memory until standard input ends, that is until the parent process has ended."""
     from mooncake.store import MooncakeDistributedStore
 
     client = MooncakeDistributedStore()

@@ -1,8 +1,9 @@
-"""A small, fast object store over HTTP on loopback, for benchmarks, faults, and the clouds that can't be had here.
+"""A small, fast, fake object store over HTTP on loopback, for benchmarks and for tests of faults.
 
-It is a fake: it checks no signature and knows no bucket but by name. It serves what kvstow asks of S3, GCS (XML) and
-Azure Blob: GET with one range and If-Match, HEAD, PUT, DELETE, and create-only PUTs in each one's way. moto, which the
-tests run too, is nearer to S3 and moves a tenth of the bytes a second.
+It serves the requests that kvstow sends to S3, GCS (XML) and Azure Blob: GET with one range and
+If-Match, HEAD, PUT, DELETE, and each store's way of a PUT that only creates. It checks no signature
+and takes any bucket's name. moto, which the tests run too, is closer to S3 and moves a tenth of the
+bytes a second.
 
 ``python -m tests.rigs.object_server`` serves in a process of its own and prints its port.
 """
@@ -26,7 +27,7 @@ MAX_HEAD_BYTES: Final = 64 << 10
 
 class Request(NamedTuple):
     method: str
-    path: str  # without what follows a question mark
+    path: str  # without the query
     headers: Mapping[str, str]  # names in lower case
 
 
@@ -38,7 +39,15 @@ class Reply(NamedTuple):
 
 
 class ObjectServer:
-    """``objects``: path to value. ``hook`` may answer, or hold, any request before the server does."""
+    """The server.
+
+    Attributes:
+        objects: The value of each path.
+        requests: All requests so far.
+        hook: Is called with each request. It may hold the request, or return the reply; None: the
+            server replies.
+        port: The port that it listens on.
+    """
 
     def __init__(self, port: int = 0) -> None:
         self.objects: dict[str, bytes] = {}
@@ -59,7 +68,7 @@ class ObjectServer:
         return self
 
     def stop(self) -> None:
-        """Its connections are reset; it can't be started again."""
+        """Resets all connections. The server can't be started again."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -87,10 +96,12 @@ class ObjectServer:
                 length = int(headers.get("content-length", 0))
                 body = bytearray(length)
                 body[: len(rest)] = rest[:length]
-                view, at = memoryview(body), min(len(rest), length)
+                view = memoryview(body)
+                at = min(len(rest), length)
                 rest = rest[length:]
                 while at < length:
-                    if not (got := client.recv_into(view[at:])):
+                    got = client.recv_into(view[at:])
+                    if not got:
                         return
                     at += got
                 request = Request(method, target.partition("?")[0], headers)
@@ -115,7 +126,7 @@ class ObjectServer:
                 return Reply(
                     "201 Created" if "x-ms-blob-type" in request.headers else "200 OK",
                     b"",
-                    self._of(request),
+                    self._headers(request),
                 )
             if request.method == "DELETE":
                 self.objects.pop(request.path, None)
@@ -129,20 +140,20 @@ class ObjectServer:
             return self._read(request, value)
 
     def _delete_batch(self, body: bytearray) -> Reply:
-        """Azure's way: requests in parts of a body, answers in parts of another."""
+        """Answers Azure's batch of deletes, in which each request is a part of the body."""
         answers = []
         for i, path in enumerate(BATCHED.findall(body)):
             gone = self.objects.pop(path.decode(), None) is None
             status = b"404 The specified blob does not exist." if gone else b"202 Accepted"
-            part = b"--answers\r\nContent-Type: application/http\r\nContent-ID: %d\r\n\r\nHTTP/1.1 %s\r\n\r\n\r\n"
-            answers.append(part % (i, status))
+            head = b"--answers\r\nContent-Type: application/http\r\nContent-ID: %d\r\n\r\n" % i
+            answers.append(head + b"HTTP/1.1 %s\r\n\r\n\r\n" % status)
         answers.append(b"--answers--\r\n")
         return Reply(
             "202 Accepted", b"".join(answers), {"Content-Type": "multipart/mixed; boundary=answers"}
         )
 
     def _read(self, request: Request, value: bytes) -> Reply:
-        headers = self._of(request)
+        headers = self._headers(request)
         if request.headers.get("if-match", headers["ETag"]) != headers["ETag"]:
             return Reply("412 Precondition Failed")
         asked = RANGE.fullmatch(
@@ -156,7 +167,7 @@ class ObjectServer:
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(value)}"
         return Reply("206 Partial Content", memoryview(value)[start:end], headers)
 
-    def _of(self, request: Request) -> dict[str, str]:
+    def _headers(self, request: Request) -> dict[str, str]:
         version = self._versions.get(request.path, 0)
         when = "Mon, 02 Nov 2026 00:00:00 GMT"
         return {"ETag": f'"{version}"', "Last-Modified": when, "x-goog-generation": str(version)}
@@ -174,7 +185,7 @@ class ObjectServer:
 
 
 def _head(client: socket.socket, data: bytes) -> tuple[bytes, bytes]:
-    """The next request's head, and what came after it."""
+    """Returns the next request's head, and the bytes that came after it."""
     while b"\r\n\r\n" not in data:
         got = client.recv(MAX_HEAD_BYTES)
         data += got
@@ -185,7 +196,7 @@ def _head(client: socket.socket, data: bytes) -> tuple[bytes, bytes]:
 
 
 def _reset(client: socket.socket) -> None:
-    """Not an end but an error for the other side."""
+    """Closes the connection so that the other side sees an error, not an end."""
     with contextlib.suppress(OSError):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         client.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Stores over a real Mooncake."""
+"""Opens stores over a real Mooncake."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tests.rigs.mooncake_server import missing, quiet
 
 
 def need_mooncake() -> None:
-    """Skip the module where the client can't be loaded, and say what to install."""
-    if (why := missing()) is not None:
+    """Skips the module if the client can't be loaded, and says what to install."""
+    why = missing()
+    if why is not None:
         pytest.skip(why, allow_module_level=True)
     quiet()
 
 
 def open_store(master: str, *, clock: Any = None, **options: Any) -> Any:
-    """Connected, as a new engine's store would be; a prefix of its own unless one is given."""
+    """Opens a store as a new engine would, with a prefix of its own unless ``options`` has one."""
     from kvstow.backends.mooncake.connect import connect
     from kvstow.backends.mooncake.store import MooncakeStore
 

@@ -1,4 +1,4 @@
-"""Object stores over real servers, and a wire between that breaks."""
+"""Opens object stores over real servers, and a connection between them that breaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CREDENTIALS = {
 
 
 def open_store(url: str, *, clock: Any = None, warn: Any = None, **options: Any) -> Any:
-    """Small parts and short limits, unless told otherwise."""
+    """Opens a store with small parts and short limits, unless ``options`` has others."""
     from kvstow.backends.objects.store import ObjectsStore
 
     options = {
@@ -47,12 +47,12 @@ def open_store(url: str, *, clock: Any = None, warn: Any = None, **options: Any)
 
 
 def need_obstore() -> None:
-    """Skip the module where the client isn't installed."""
+    """Skips the module if the client isn't installed."""
     pytest.importorskip("obstore", reason="obstore isn't installed: pip install 'kvstow[objects]'")
 
 
 class Moto:
-    """moto's S3, a process of its own; restarted it is empty."""
+    """moto's S3 in a process of its own. After a restart it is empty."""
 
     def __init__(self, folder: Path) -> None:
         if importlib.util.find_spec("moto") is None:
@@ -80,11 +80,14 @@ class Moto:
             return True
 
     def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """One request, past the store: status and body."""
+        """Sends one request past the store. Returns status and body."""
         import http.client
 
         connection = http.client.HTTPConnection(HOST, self.port, timeout=10)
-        authorization = "AWS4-HMAC-SHA256 Credential=AKIAEXAMPLE/20260101/us-east-1/s3/aws4_request, Signature=0"
+        authorization = (
+            "AWS4-HMAC-SHA256 Credential=AKIAEXAMPLE/20260101/us-east-1/s3/aws4_request, "
+            "Signature=0"
+        )
         connection.request(method, path, body, {"Authorization": authorization})
         answer = connection.getresponse()
         with contextlib.closing(connection):
@@ -98,15 +101,21 @@ class Moto:
         )
 
     def kill(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             process.wait()
 
 
 class Wire:
-    """Bytes on their way to ``port``. ``cut_at``: of the server's bytes, of one connection, after which it breaks:
-    with a reset, or, ``politely``, with an end. ``hold``: connections are taken, and nothing ever comes."""
+    """Forwards connections to ``port``, and breaks them as told.
+
+    Attributes:
+        cut_at: Bytes from the server after which a connection breaks; None: never.
+        politely: Whether it then ends without a reset.
+        hold: Whether connections are accepted and never served.
+    """
 
     def __init__(self, port: int) -> None:
         self.cut_at: int | None = None
@@ -123,8 +132,9 @@ class Wire:
         return f"http://{HOST}:{self.port}"
 
     def drop(self) -> None:
-        """Break every connection, so that what changed holds for all."""
-        ends, self._ends = self._ends, []
+        """Breaks every connection, so that changed attributes hold for all later bytes."""
+        ends = self._ends
+        self._ends = []
         for end in ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -169,7 +179,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 
 def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual chain of credentials begins with the environment."""
+    """Gives the process S3 credentials, and no other variable of AWS."""
     for name in list(os.environ):
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)

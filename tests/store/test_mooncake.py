@@ -34,14 +34,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]
 
 @pytest.fixture(scope="module")
 def shared(server: MooncakeServer) -> Iterator[Any]:
-    """One client for all: closing one takes seconds."""
+    """One client serves all tests, because closing one takes seconds."""
     store = open_store(server.master)
     yield store
     store.close()
 
 
 def another(store: Any) -> Any:
-    """A store over the same client, under a prefix of its own; closing it leaves the client open."""
+    """Returns a store over the same client, with a prefix of its own, which does not close it."""
     from kvstow.backends.mooncake.store import MooncakeStore
 
     store.ping()
@@ -56,7 +56,7 @@ def another(store: Any) -> Any:
 
 
 class TestMooncake(StoreSuite):
-    """Through the client's buffer."""
+    """Values go through the client's buffer."""
 
     rounds = 10
 
@@ -70,7 +70,7 @@ class TestMooncake(StoreSuite):
 
 
 class FromPool:
-    """Moves every value through registered memory, as an engine's slots are: the store itself copies nothing."""
+    """Moves every value through registered memory, as an engine does with its slots."""
 
     def __init__(self, store: Any, regions: queue.Queue[memoryview]) -> None:
         self._store, self._regions = store, regions
@@ -113,7 +113,7 @@ def regions() -> queue.Queue[memoryview]:
 
 
 class TestMooncakeFromAPool(StoreSuite):
-    """Straight from and into registered memory."""
+    """Values go directly from and into registered memory."""
 
     rounds = 10
 
@@ -195,7 +195,7 @@ def test_the_log_says_once_that_its_client_listens_everywhere(
 
 
 def _ports_open_to_all() -> list[int]:
-    """Ports on which this process listens on every interface."""
+    """Returns the ports on which this process listens on every interface."""
     own = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it is closed already

@@ -1,4 +1,7 @@
-"""Mooncake's master absent, silent, killed, paused; its memory gone or full; values that are wrong: misses, no more."""
+"""Mooncake's master absent, silent, killed or paused; its memory gone or full; wrong values.
+
+Each of these is a miss for the engine, and nothing worse.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]
 
 
 class Kept:
-    """The store, which closing a node leaves open: a client takes seconds to start and to close."""
+    """A store that a node does not close: a client takes seconds to start and to close."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -50,7 +53,7 @@ class Kept:
 
 
 def test_a_master_that_is_absent_is_unavailable_and_used_when_it_comes(tmp_path: Path) -> None:
-    """This one serves the metadata too; the others' clients find each other without."""
+    """Here the master serves the metadata too. The other tests do without."""
     server = MooncakeServer(tmp_path, LENT, metadata=True)
     store = open_store(server.master, metadata=server.metadata)
     for work in (
@@ -70,7 +73,7 @@ def test_a_master_that_is_absent_is_unavailable_and_used_when_it_comes(tmp_path:
 
 
 def test_a_master_that_takes_connections_and_never_answers_stops_nobody() -> None:
-    """Mooncake's client would keep the interpreter's lock for seconds: it is tried in a child process."""
+    """The client would hold the interpreter's lock for seconds, so a child process tries it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         store = open_store(f"127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=1.0)
         waits: list[BaseException] = []
@@ -119,7 +122,7 @@ def test_the_memory_that_is_lent_is_full_and_nothing_is_sent_for_a_while(
 def test_k1_k5_from_a_master_that_is_paused_killed_restarted_empty_to_memory_that_is_gone(
     tmp_path: Path,
 ) -> None:
-    """In one server's life, because each start and end takes seconds."""
+    """One server lives through it all, because each start and end takes seconds."""
     server = MooncakeServer(tmp_path, LENT).start()
     store = open_store(server.master, prefix="kvstow/")
     store.ping()
@@ -142,7 +145,8 @@ def test_k1_k5_from_a_master_that_is_paused_killed_restarted_empty_to_memory_tha
         assert node.get(3) == 0
         assert not node.tier.holds(key(3))
 
-        # memory that doesn't answer: were it waited for as long as Mooncake does, its master would have given it up
+        # Memory that doesn't answer. Mooncake's own limits are so long that its master would give
+        # the lender up meanwhile.
         slot = memoryview(mmap.mmap(-1, 9000))
         assert store.write([(make_key(50), [slot])]) == [Done(9000)]
         server.pause_lender()

@@ -32,12 +32,12 @@ def fake() -> Iterator[ObjectServer]:
 
 
 def fresh() -> str:
-    """A prefix of its own, so that stores on one server are apart."""
+    """Returns a new prefix, which keeps stores on one server apart."""
     return f"t{os.urandom(6).hex()}"
 
 
 class TestMoto(StoreSuite):
-    """S3 as moto serves it: slow, so few rounds. Large values in several ranges."""
+    """S3 as moto serves it, slowly: few rounds. Large values are read in parts."""
 
     rounds = 4
     large_bytes: ClassVar[int] = 3 << 20
@@ -52,7 +52,7 @@ class TestMoto(StoreSuite):
 
 
 class TestS3(StoreSuite):
-    """A fake server, which is quicker: races in earnest."""
+    """A fake server, which is faster, so that calls really race."""
 
     @pytest.fixture(autouse=True)
     def _server(self, fake: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:

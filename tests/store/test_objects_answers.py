@@ -1,4 +1,7 @@
-"""Servers of objects that answer wrongly, slowly, or too much: a miss or an error, never a buffer of other bytes."""
+"""Object stores that answer wrongly, slowly, or too much.
+
+A read of them is a miss or an error, and a buffer that is said to be filled has the value's bytes.
+"""
 
 from __future__ import annotations
 
@@ -88,23 +91,28 @@ def test_an_impossible_host_name_is_an_error(host: str) -> None:
     store.close()
 
 
-# --- servers that answer as they like --------------------------------------------------------------------------------
+# --- servers that answer as they like ---------------------------------------------------------
 
 
-class Says:
-    """Does ``how`` with each connection on which something was asked, again and again, until that fails."""
+class RudeServer:
+    """Calls ``answer`` for each request, with the connection, until that fails.
+
+    Attributes:
+        heads: What the clients sent.
+        gone: Is set when the server ends.
+    """
 
     def __init__(
-        self, how: Callable[[socket.socket], object], listener: socket.socket | None = None
+        self, answer: Callable[[socket.socket], object], listener: socket.socket | None = None
     ) -> None:
         self.heads: list[bytes] = []
         self.gone = threading.Event()
-        self._how = how
+        self._answer = answer
         self._listener = listener or socket.create_server((HOST, 0))
         self.port = int(self._listener.getsockname()[1])
         self._ends: list[socket.socket] = []
 
-    def __enter__(self) -> Says:
+    def __enter__(self) -> RudeServer:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
@@ -127,10 +135,10 @@ class Says:
         with contextlib.suppress(OSError), client:
             while head := client.recv(65536):
                 self.heads.append(head)
-                self._how(client)
+                self._answer(client)
 
     def drip(self, client: socket.socket, data: bytes) -> None:
-        """A byte at a time, for as long as somebody listens."""
+        """Sends a byte at a time until the server ends."""
         for at in range(len(data)):
             client.sendall(data[at : at + 1])
             if self.gone.wait(0.02):
@@ -138,7 +146,7 @@ class Says:
 
 
 def answer(fields: str, body: bytes, status: bytes = HEAD) -> bytes:
-    """An answer whose fields are as told; only what else the client insists on is added."""
+    """Returns an answer with these fields, and with those that obstore insists on."""
     extra = 'ETag: "1"\nLast-Modified: Mon, 02 Nov 2026 00:00:00 GMT'
     return status + "\r\n".join([*fields.splitlines(), *extra.splitlines(), "", ""]).encode() + body
 
@@ -208,8 +216,8 @@ def test_k2_what_is_no_answer_is_a_fault(wrong: str, room: int) -> None:
         if ends:
             client.shutdown(socket.SHUT_RDWR)
 
-    with Says(how) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=0.3, retries=0)
+    with RudeServer(how) as rude:
+        store = open_store(URL, endpoint=f"http://{HOST}:{rude.port}", timeout_s=0.3, retries=0)
         with pytest.raises(StoreError) as caught:
             read_one(store, make_key(0), room)
         assert no_secret(caught.value)
@@ -222,14 +230,14 @@ def test_f5_h4_bytes_that_drip_are_given_up(from_byte: int) -> None:
 
     def how(client: socket.socket) -> None:
         client.sendall(data[:from_byte])
-        says.drip(client, data[from_byte:])
+        rude.drip(client, data[from_byte:])
 
-    with Says(how) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=0.3)
+    with RudeServer(how) as rude:
+        store = open_store(URL, endpoint=f"http://{HOST}:{rude.port}", timeout_s=0.3)
         with pytest.raises(StoreUnavailable, match=r"timed out|no answer in time"):
             read_one(store, make_key(0), 200_000)
         store.close()
-    assert len(says.heads) <= 2
+    assert len(rude.heads) <= 2
 
 
 def test_f5_parts_of_which_one_never_comes_are_given_up(server: ObjectServer, store: Any) -> None:
@@ -266,15 +274,15 @@ def test_f5_a_reset_amid_the_bytes_is_asked_again(server: ObjectServer, store: A
     assert next(once, None) is None
 
 
-def test_bytes_behind_the_value_are_nobodys() -> None:
-    """Neither in this value, nor in the next."""
+def test_bytes_behind_the_value_are_ignored() -> None:
+    """They are neither in this value nor in the next."""
     turns = iter(range(9))
 
     def how(client: socket.socket) -> None:
         client.sendall(whole(b"%d" % next(turns) * 10) + whole(b"evil" * 3) * 3)
 
-    with Says(how) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
+    with RudeServer(how) as rude:
+        store = open_store(URL, endpoint=f"http://{HOST}:{rude.port}", timeout_s=PATIENT_S)
         for i in range(3):
             assert read_one(store, make_key(i), 5000) == (Done(10), b"%d" % i * 10)
         store.close()
@@ -282,8 +290,8 @@ def test_bytes_behind_the_value_are_nobodys() -> None:
 
 def test_an_answer_that_no_other_may_follow() -> None:
     body = answer("Content-Length: 9\nContent-Range: bytes 0-8/9\nConnection: Close", b"123456789")
-    with Says(lambda client: client.sendall(body)) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
+    with RudeServer(lambda client: client.sendall(body)) as rude:
+        store = open_store(URL, endpoint=f"http://{HOST}:{rude.port}", timeout_s=PATIENT_S)
         assert read_one(store, make_key(0), 100) == (Done(9), b"123456789")
         store.close()
 
@@ -291,8 +299,8 @@ def test_an_answer_that_no_other_may_follow() -> None:
 def test_bytes_in_chunks_are_taken() -> None:
     fields = "Content-Length: 10\nTransfer-Encoding: chunked\nContent-Range: bytes 0-9/10"
     body = answer(fields, b"a\r\nxxxxxxxxxx\r\n0\r\n\r\n")
-    with Says(lambda client: client.sendall(body)) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
+    with RudeServer(lambda client: client.sendall(body)) as rude:
+        store = open_store(URL, endpoint=f"http://{HOST}:{rude.port}", timeout_s=PATIENT_S)
         for _ in range(2):
             assert read_one(store, make_key(0), 100) == (Done(10), b"x" * 10)
         store.close()
@@ -305,12 +313,12 @@ def test_a_tag_cannot_say_what_is_asked_next() -> None:
         b"x" * PART_BYTES,
     )
     forged = body.replace(b'ETag: "1"', b"ETag: " + tag.encode())
-    with Says(lambda client: client.sendall(forged)) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=0.3, retries=0)
+    with RudeServer(lambda client: client.sendall(forged)) as rude:
+        store = open_store(URL, endpoint=f"http://{HOST}:{rude.port}", timeout_s=0.3, retries=0)
         with pytest.raises(StoreError):
             read_one(store, make_key(0), LARGE)
         store.close()
-    assert not [head for head in says.heads if b"Forged" in head]
+    assert not [head for head in rude.heads if b"Forged" in head]
 
 
 def test_a_fault_keeps_no_buffer(server: ObjectServer, store: Any) -> None:
@@ -324,7 +332,7 @@ def test_a_fault_keeps_no_buffer(server: ObjectServer, store: Any) -> None:
 
 
 def no_secret(error: BaseException) -> bool:
-    """Neither the key nor a signature is in a fault, nor in what it says caused it."""
+    """Tells whether the error and its causes have neither the key nor a signature."""
     text = ""
     seen: BaseException | None = error
     while seen is not None:
@@ -346,7 +354,7 @@ def test_a_signature_is_in_no_message(
 
 def test_the_longest_head_is_taken() -> None:
     data = answer(f"Content-Length: 9\nContent-Range: bytes 0-8/9\nA: {'b' * 10_000}", b"123456789")
-    with Says(lambda client: client.sendall(data)) as says:
-        store = open_store(URL, endpoint=f"http://{HOST}:{says.port}", timeout_s=PATIENT_S)
+    with RudeServer(lambda client: client.sendall(data)) as rude:
+        store = open_store(URL, endpoint=f"http://{HOST}:{rude.port}", timeout_s=PATIENT_S)
         assert read_one(store, make_key(0), 100) == (Done(9), b"123456789")
         store.close()

@@ -1,4 +1,7 @@
-"""Object stores that are killed, emptied, silent, slow, cut off, full of errors or of wrong bytes: misses, no more."""
+"""Object stores that are killed, emptied, silent, slow, cut off, or answer with errors.
+
+Each of these is a miss for the engine, and nothing worse.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def path_of(i: int) -> str:
 
 
 def every_call(store: Any) -> list[Callable[[], Any]]:
-    """One of each method, and what moves more than one request."""
+    """Returns a call of each method, and calls that send several requests."""
     return [
         lambda: store.contains([make_key(0)]),
         lambda: store.contains([make_key(0), make_key(1)]),
@@ -84,13 +87,13 @@ def every_call(store: Any) -> list[Callable[[], Any]]:
 
 
 def times_asked(server: ObjectServer) -> int:
-    """The most of any one request. Those of a call before, which it ended without, may still come."""
+    """Returns how often the most frequent request came."""
     return max(
         Counter((request.method, request.path) for request in list(server.requests)).values()
     )
 
 
-# --- S3 as moto has it: one server, several engines -----------------------------------------------------------------
+# --- S3 as moto has it: one server, several engines -------------------------------------------
 
 
 def test_k1_a_killed_server_is_a_miss_and_one_restarted_empty_takes_chunks_again(
@@ -183,7 +186,7 @@ def test_h4_a_server_that_takes_connections_and_never_answers_is_given_up(moto: 
     wire.close()
 
 
-# --- a fake server, told what to do ---------------------------------------------------------------------------------
+# --- a fake server, told what to do -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -214,7 +217,8 @@ def test_an_error_that_passes_at_once_is_not_seen(server: ObjectServer, store: A
 def test_k2_errors_that_will_not_pass_are_refused_and_not_repeated(
     server: ObjectServer, store: Any, status: str
 ) -> None:
-    secret = f"<Error><Code>AccessDenied</Code><Message>{CREDENTIALS['AWS_SECRET_ACCESS_KEY']}</Message></Error>"
+    key = CREDENTIALS["AWS_SECRET_ACCESS_KEY"]
+    secret = f"<Error><Code>AccessDenied</Code><Message>{key}</Message></Error>"
     server.hook = lambda _: Reply(status, secret.encode())
     for work in every_call(store):
         server.requests.clear()
@@ -346,7 +350,7 @@ def test_a_name_that_leads_nowhere_is_unavailable() -> None:
     store.close()
 
 
-# --- how much is asked ----------------------------------------------------------------------------------------------
+# --- how much is asked ------------------------------------------------------------------------
 
 
 def test_m4_a_lookup_of_misses_is_one_request_a_key_and_nothing_is_listed(

@@ -1,4 +1,4 @@
-"""Mooncake's part of LMCache's configuration: keys of ``extra_config``, or Mooncake's own JSON file.
+"""Mooncake's part of LMCache's configuration: keys of ``extra_config``, or Mooncake's JSON file.
 
 LMCache reads the file if ``MOONCAKE_CONFIG_PATH`` names one, and then no key of ``extra_config``.
 """
@@ -55,10 +55,10 @@ class MooncakeSources(NamedTuple):
 def translate_mooncake(
     given: MooncakeSources, config_file: str | None, workers: int
 ) -> tuple[list[Entry], list[Note], set[str]]:
-    """Returns kvstow's settings, notes for the log, and the keys of ``extra_config`` that are dealt with.
+    """Returns kvstow's settings, notes for the log, and the keys of ``extra_config`` dealt with.
 
-    ``config_file`` is the path of Mooncake's own file; None or empty: there is none. The URL's address
-    and device win over what file and ``extra_config`` say. Raises ``SettingsError``.
+    ``config_file`` is the path of Mooncake's own file; None or empty: there is none. The URL's
+    address and device win over what file and ``extra_config`` say. Raises ``SettingsError``.
     """
     notes: list[Note] = []
     names = _names_in_extra(given.extra)
@@ -67,10 +67,13 @@ def translate_mooncake(
         values, others = read_config_file(config_file)
         file = f"{config_file} (named by {CONFIG_PATH})"
         if used:
-            text = f"{', '.join(sorted(used))} in extra_config: ignored. As in LMCache, {file} takes their place"
+            replaced = ", ".join(sorted(used))
+            text = f"{replaced} in extra_config: ignored. As in LMCache, {file} takes their place"
             notes.append(Note(True, text))
         if others:
-            text = f"{', '.join(others)} in {file}: ignored. The client's buffer is mooncake.buffer_size"
+            text = (
+                f"{', '.join(others)} in {file}: ignored. Set mooncake.buffer_size for its buffer"
+            )
             notes.append(Note(False, text))
     else:
         values = {
@@ -85,8 +88,9 @@ def translate_mooncake(
         values[DEVICE] = Given(device, given.url_source)
     if MASTER not in values:
         raise SettingsError(
-            f"LMCache's remote URL (from {given.url_source}) names no master: write mooncakestore://host:port, "
-            f"or {MASTER} into extra_config or into the file that {CONFIG_PATH} names"
+            f"LMCache's remote URL (from {given.url_source}) names no master: write "
+            f"mooncakestore://host:port, or {MASTER} into extra_config or into the file that "
+            f"{CONFIG_PATH} names"
         )
     if DEVICE in values and (PROTOCOL not in values or values[PROTOCOL].value == "tcp"):
         source = values.pop(DEVICE).source
@@ -99,8 +103,8 @@ def translate_mooncake(
     segment = values.get(SEGMENT_SIZE, Given(DEFAULT_SEGMENT_BYTES, "LMCache's default"))
     lent = _segment_bytes(segment) * workers
     entries.append(Entry("mooncake.segment_size", segment.source, lent))
-    text = f"{SEGMENT_SIZE} is what each worker lends to Mooncake: mooncake.segment_size {format_size(lent)}"
-    notes.append(Note(False, text))
+    text = f"{SEGMENT_SIZE} is what each worker lends to Mooncake: mooncake.segment_size "
+    notes.append(Note(False, text + format_size(lent)))
     return entries, notes, used
 
 
@@ -108,7 +112,8 @@ def read_config_file(path: str) -> tuple[dict[str, Given], list[str]]:
     """Reads Mooncake's JSON file.
 
     Returns the keys that kvstow serves and that are set, and the names of all others. Raises
-    ``SettingsError``, which names file and key, when the file can't be read or a value is of a wrong type.
+    ``SettingsError``, which names file and key, when the file can't be read or a value is of a
+    wrong type.
     """
     named_by = f" (named by {CONFIG_PATH})"
     content = _parse(read_bytes(path, named_by, "Mooncake's file"), f"{path}{named_by}")
@@ -143,7 +148,7 @@ def _names_in_extra(extra: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _segment_bytes(segment: Given) -> int:
-    """Returns the bytes of ``global_segment_size``: an integer, or text such as ``4GB`` (2^30 each)."""
+    """Returns the bytes of ``global_segment_size``, an integer or text such as ``4GB`` (2^30)."""
     value = segment.value
     size = None
     if isinstance(value, int) and not isinstance(value, bool):
@@ -152,7 +157,8 @@ def _segment_bytes(segment: Given) -> int:
         size = int(Decimal(found[1]) * 1024 ** _POWERS[found[2]])
     if size is None or not 0 <= size <= MAX_BYTES:
         raise SettingsError(
-            f"{SEGMENT_SIZE} (from {segment.source}): expected a size: bytes, or text such as 4GB (2^30)"
+            f"{SEGMENT_SIZE} (from {segment.source}): expected a size: bytes, or text such as "
+            "4GB (2^30)"
         )
     return size
 

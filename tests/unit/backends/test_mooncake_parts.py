@@ -1,4 +1,4 @@
-"""Parts of the Mooncake tier that need no master: what a tier is built from, who uses which name at once."""
+"""Parts of the Mooncake tier that need no master: settings, names in use, codes of the client."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MC_RPC_CONNECT_TIMEOUT_MS")
 
 
-def test_a_name_is_deleted_when_nobody_reads_it_and_read_when_nobody_deletes_it() -> None:
+def test_a_name_is_never_read_and_deleted_at_the_same_time() -> None:
     names = NamesInUse(0.01)
     with names.reading(["a", "b"]), names.reading(["a"]):
         with pytest.raises(StoreUnavailable, match="another call"), names.deleting(["b"]):
@@ -151,7 +151,7 @@ def test_a_name_is_written_by_one_at_a_time() -> None:
 
 
 class _Client:
-    """Answers every question with one code: what a fault means, without a fault."""
+    """A client that answers every question with one code."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -181,7 +181,7 @@ def test_k2_faults_of_the_client_are_unavailable(code: int) -> None:
 
 
 class _Steps:
-    """A client whose steps of a put end as they are told to: a real one's can't be made to fail one at a time."""
+    """A client whose steps of a put end as told. A real one can't be made to fail step by step."""
 
     def __init__(self, **ends: Any) -> None:
         self.ends = ends
@@ -218,7 +218,7 @@ class _Steps:
 
 
 def put(client: _Steps, count: int = 2) -> Any:
-    """Write ``count`` values from one pool."""
+    """Writes ``count`` values from one pool."""
     store = MooncakeStore(MooncakeOptions("h:1", prefix=""), ManualClock(), lambda: (client, None))
     pool = memoryview(mmap.mmap(-1, count * 4096))
     return store.write([(KEYS[i], [pool[i * 4096 : (i + 1) * 4096]]) for i in range(count)])
@@ -280,7 +280,7 @@ def test_a_write_that_could_not_be_taken_back_is_begun_anew() -> None:
 
 
 class _OnDisk:
-    """A client of a store that moved a value from memory to disk, which the ranged calls don't read."""
+    """A client whose store moved a value to disk, where calls by ranges don't find it."""
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -1,4 +1,4 @@
-"""Parts of the object store tier that need no server: URLs, names, faults' texts, what a tier is built from."""
+"""Parts of the object store tier that need no server: URLs, names, errors, settings."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_o1_half_of_the_credentials_is_refused_with_the_fix(
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No cloud's variables in the environment."""
+    """Removes the clouds' variables from the environment."""
     for name in list(os.environ):
         if name.startswith(("AWS_", "AZURE_", "GOOGLE_")):
             monkeypatch.delenv(name)
@@ -240,7 +240,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_h7_without_credentials_the_start_goes_on_and_the_log_says_what_to_set(
     bare: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silent: bool, endpoint: str | None
 ) -> None:
-    """``silent``: whoever should have them takes connections, and never answers."""
+    """``silent``: the metadata service accepts connections and never answers."""
     pytest.importorskip("obstore")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1] if silent else 1

@@ -1,6 +1,7 @@
 """The Mooncake tier: memory that processes on several hosts lend each other.
 
-Importing this package needs no client library; ``kvstow.backends.mooncake.connect`` needs Mooncake's.
+Importing this package needs no client library; ``kvstow.backends.mooncake.connect`` needs
+Mooncake's.
 """
 
 from kvstow.backends.mooncake.options import P2P, MooncakeOptions

@@ -33,7 +33,7 @@ if not hasattr(MooncakeDistributedStore, "batch_put_session_start"):
 
 
 def connect(options: MooncakeOptions) -> tuple[Any, Any]:
-    """Returns a connected client and its configuration of replicas.
+    """Returns a connected client, and the configuration of replicas for its writes.
 
     Raises ``StoreUnavailable``, after ``connect_timeout_s`` and a second at most.
     """
@@ -49,9 +49,9 @@ def connect(options: MooncakeOptions) -> tuple[Any, Any]:
             f"Mooncake's client can't start (code {code}): master {options.master}"
         )
     logger.warning(
-        "Mooncake's client listens on two ports of every interface, whatever mooncake.local_hostname "
-        "is. Who reaches them may read and write the KV in this process: see docs/how-to/mooncake.md "
-        "for how to confine it"
+        "Mooncake's client listens on two ports of every interface, whatever "
+        "mooncake.local_hostname is. Who reaches them may read and write the KV in this process: "
+        "see docs/how-to/mooncake.md for how to confine it"
     )
     replicas = ReplicateConfig()
     replicas.replica_num = options.replicas
@@ -71,7 +71,7 @@ def _arguments(options: MooncakeOptions, segment_bytes: int, buffer_bytes: int) 
 
 
 def _try_in_child(options: MooncakeOptions) -> None:
-    """Runs the client's ``setup`` in a child process. Raises ``StoreUnavailable`` if it fails there."""
+    """Runs ``setup`` in a child process. Raises ``StoreUnavailable`` if it fails there."""
     command = [sys.executable, "-m", "kvstow.backends.mooncake.connect"]
     try:
         child = subprocess.run(

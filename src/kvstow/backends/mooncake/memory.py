@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from kvstow.backends.base import Buffer
 from kvstow.errors import StoreUnavailable
 
-# Memory of these types stays where it is while a view of it exists. The host pool is a ctypes array.
+# Memory of these types does not move while a view of it exists. The host pool is a ctypes array.
 MAPPED_TYPES: Final = (mmap.mmap, ctypes.Array)
 
 
@@ -22,7 +22,10 @@ class Place(NamedTuple):
 
 
 class RegisteredMemory:
-    """Mappings that are registered with the client, each whole, since its first buffer was seen. Thread-safe."""
+    """Mappings that are registered with the client. Thread-safe.
+
+    A mapping is registered whole when its first buffer is seen.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

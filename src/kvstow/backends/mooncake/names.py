@@ -28,7 +28,10 @@ class NamesInUse:
 
     @contextmanager
     def reading(self, names: Sequence[str]) -> Iterator[None]:
-        """Waits until none of ``names`` is being deleted. Raises ``StoreUnavailable`` after ``limit_s``."""
+        """Waits until none of ``names`` is being deleted.
+
+        Raises ``StoreUnavailable`` after ``limit_s``.
+        """
         with self._changed:
             self._wait_until(lambda: self._deleting.isdisjoint(names))
             self._readers.update(names)
@@ -42,7 +45,7 @@ class NamesInUse:
 
     @contextmanager
     def writing(self, names: Sequence[str]) -> Iterator[list[int]]:
-        """Gives the positions of the names that no other call writes now. The others are left out."""
+        """Yields the positions of the names that no other call writes now."""
         mine: list[int] = []
         with self._changed:
             for i, name in enumerate(names):
@@ -57,7 +60,7 @@ class NamesInUse:
 
     @contextmanager
     def deleting(self, names: Sequence[str]) -> Iterator[None]:
-        """Waits until no other call reads or deletes one of ``names``. Raises as ``reading`` does."""
+        """Waits until no other call reads or deletes ``names``. Raises as ``reading`` does."""
         with self._changed:
             self._wait_until(lambda: self._deleting.isdisjoint(names))
             self._deleting.update(names)

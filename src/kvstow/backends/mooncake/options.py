@@ -14,7 +14,7 @@ P2P: Final = "P2PHANDSHAKE"  # Mooncake's word for: without a metadata server
 
 @dataclass(frozen=True, slots=True)
 class MooncakeOptions:
-    """What ``MooncakeStore`` and its client need to know.
+    """The options of a ``MooncakeStore`` and its client.
 
     Attributes:
         master: Host and port of the master, ``host:port``.

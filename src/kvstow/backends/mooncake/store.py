@@ -1,15 +1,17 @@
-"""Chunks in Mooncake's distributed store: memory that processes on several hosts lend, over RDMA or TCP.
+"""Chunks in Mooncake's distributed store.
 
-The client moves bytes directly between a slot and the lending process. For that, the mapping that a slot is part of is
-registered with the client when it is first seen: the host pool once. Other memory, such as a codec's output, goes
-through the client's own buffer.
+Processes on several hosts lend its memory, over RDMA or TCP. The client moves bytes directly
+between a slot and the lending process. For that, the mapping that a slot is part of is registered
+with the client when it is first seen: the host pool once. Other memory, such as a codec's output,
+goes through the client's own buffer.
 
-The client has several ways to move bytes; this store uses those by ranges. In ``get_into`` and ``put_from`` each thread
-waits in a busy loop, which takes a core from the transfer that it waits for, and from vLLM.
+The client has several ways to move bytes; this store uses those by ranges. In ``get_into`` and
+``put_from`` each thread waits in a busy loop, which takes a core from the transfer that it waits
+for, and from vLLM.
 
-The master may evict a value at any time, so the store remembers no value. Mooncake reuses a value's memory as soon as
-it is deleted, so a delete waits for this process's readers of the same key. A reader in another process may then find
-bytes of another value, which the frame's checksum detects.
+The master may evict a value at any time, so the store remembers no value. Mooncake reuses a value's
+memory as soon as it is deleted, so a delete waits for this process's readers of the same key. A
+reader in another process may then find bytes of another value, which the frame's checksum detects.
 """
 
 from __future__ import annotations
@@ -282,7 +284,10 @@ class MooncakeStore:
 
     @staticmethod
     def _transfer(client: Any, places: Mapping[str, Place]) -> dict[str, int]:
-        """Moves the bytes, and ends the puts whose bytes moved whole. Returns the codes of those ends."""
+        """Moves the bytes and ends the puts whose bytes moved whole.
+
+        Returns the codes of those ends by name.
+        """
         if not places:
             return {}
         moved = client.batch_put_from_multi_buffer_ranges(
@@ -302,7 +307,10 @@ class MooncakeStore:
         return dict(zip(whole, client.batch_put_session_end(whole), strict=True))
 
     def _put_copies(self, client: Any, values: Mapping[str, Sequence[Buffer]]) -> dict[str, int]:
-        """Puts values through the client's buffer. It calls a name that is taken a success, so it is asked first."""
+        """Puts values through the client's buffer.
+
+        That put calls a name that is taken a success, so the names are looked up first.
+        """
         if not values:
             return {}
         codes = {}

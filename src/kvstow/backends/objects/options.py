@@ -54,7 +54,9 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ObjectsOptions:
-    """What ``ObjectsStore`` needs to know. obstore finds the credentials where each cloud's tools do.
+    """The options of an ``ObjectsStore``.
+
+    No credentials are among them: obstore finds these where each cloud's tools do.
 
     Attributes:
         bucket: Where the objects are.
@@ -68,8 +70,8 @@ class ObjectsOptions:
         ca_file: File of an additional certificate authority; None: only the system's.
         part_bytes: Longer objects are read in parts of this size.
         parallel: Requests of one call at the same time.
-        timeout_s: Limit of one request, its bytes included. A call, its retries included, takes
-            at most twice that.
+        timeout_s: Limit of one request, its bytes included. A call, its retries included, takes at
+            most twice that.
         connect_timeout_s: Limit of connecting.
         retries: How often a failed request is repeated.
     """
@@ -97,7 +99,7 @@ class ObjectsOptions:
 
 
 def parse_url(url: str) -> Bucket:
-    """Parses ``s3://bucket/prefix``, ``gs://…``, ``az://container/prefix``, ``file:///directory``.
+    """Parses ``s3://bucket/prefix``, ``gs://…``, ``az://…`` or ``file:///directory``.
 
     Raises ``ValueError``, whose message repeats no part of the URL.
     """

@@ -1,7 +1,8 @@
 """Chunks in an object store that all engines with the same bucket and prefix share.
 
-An object's value is the frame. A write is conditional on there being no object, so the first published copy stays.
-The bucket's lifecycle may delete an object at any time, so the store remembers no object. It never lists the bucket.
+An object's value is the frame. A write is conditional on there being no object, so the first
+published copy stays. The bucket's lifecycle may delete an object at any time, so the store
+remembers no object. It never lists the bucket.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from kvstow.runtime import Clock
 R = TypeVar("R")
 T = TypeVar("T")
 
-# Received bytes are copied into the slot in pieces of this size, while they are in the processor's cache. Smaller
-# pieces cost more calls. The client gathers larger ones in a buffer of its own first.
+# Received bytes are copied into the slot in pieces of this size, while they are in the processor's
+# cache. Smaller pieces cost more calls. The client first gathers larger ones in a buffer.
 PIECE_BYTES: Final = 256 << 10
 RANGE_NOT_SATISFIABLE: Final = 416
 NOT_IMPLEMENTED: Final = 501
@@ -43,7 +44,8 @@ class ObjectsStore:
     Args:
         options: Where the bucket is, and limits.
         clock: Measures how long a call has taken.
-        warn: Is called once, with a sentence for the log, when the store turns out to lack conditional writes.
+        warn: Is called once, with a sentence for the log, when the store turns out to lack
+            conditional writes.
 
     Raises:
         StoreRefused: obstore can't use ``options``.
@@ -114,7 +116,7 @@ class ObjectsStore:
             raise StoreUnavailable(f"the call has taken twice {self._options.timeout_s:g} s")
 
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Runs ``work`` in the calling thread. Raises ``TimeoutError`` when the call's limit is over."""
+        """Runs ``work`` in this thread. Raises ``TimeoutError`` when the call's limit is over."""
 
         async def limited() -> R:
             async with asyncio.timeout(self._call_limit_s):
@@ -125,7 +127,7 @@ class ObjectsStore:
     async def _concurrently(
         self, call: Callable[[T], Awaitable[R]], arguments: Iterable[T]
     ) -> list[R]:
-        """Calls ``call`` for each argument, at most ``parallel`` at the same time. Results keep the order."""
+        """Calls ``call`` for each argument, at most ``parallel`` at a time. Keeps the order."""
         slots = asyncio.Semaphore(self._options.parallel)
 
         async def limited(argument: T) -> R:
@@ -172,7 +174,7 @@ class ObjectsStore:
             return MISSING
 
     def _read_whole(self, path: str, buffer: Buffer) -> Outcome:
-        """Reads an object by one request. The answer's head says the length before any byte is taken."""
+        """Reads an object by one request. The length is known before any byte is taken."""
         got = obstore.get(self._client, path, options={"range": (0, max(1, len(buffer)))})
         length = int(got.meta["size"])
         if length > len(buffer):
@@ -188,7 +190,10 @@ class ObjectsStore:
         return Done(length)
 
     async def _read_parts(self, path: str, buffer: Buffer) -> Outcome:
-        """Reads an object by concurrent requests for ``part_bytes`` each, all of the same version of the object."""
+        """Reads an object by concurrent requests for parts of ``part_bytes``.
+
+        All parts are of the same version of the object.
+        """
         part_bytes = self._options.part_bytes
         first = await obstore.get_async(self._client, path, options={"range": (0, part_bytes)})
         length = int(first.meta["size"])
@@ -275,7 +280,10 @@ def _raise_if_bucket_is_missing(error: FileNotFoundError) -> None:
 
 @contextmanager
 def _translated_errors() -> Iterator[None]:
-    """Raises obstore's errors as ``StoreError``. Lets those pass that mean a missing or a replaced object."""
+    """Raises obstore's errors as ``StoreError``.
+
+    Lets errors pass that mean a missing or a replaced object.
+    """
     try:
         yield
     except (FileNotFoundError, PreconditionError):
