@@ -26,7 +26,13 @@ from kvstow.settings import Effective, Settings, load, load_lmcache, variable
 from kvstow.tiers import Tier
 from kvstow.vllm import rbln_config
 from kvstow.vllm.fingerprint import Adapters, loading_began_ns
-from kvstow.vllm.groups import Blocks, block_geometry, device_specs, kv_shard
+from kvstow.vllm.groups import (
+    Blocks,
+    block_geometry,
+    device_specs,
+    kv_shard,
+    refuse_unserved_backends,
+)
 from kvstow.vllm.identity import (
     SEED_VARIABLE,
     Identity,
@@ -225,6 +231,7 @@ def scheduler_side(
             engines = vllm_config.parallel_config.data_parallel_size_local
             build.check(settings, layout, engines=engines)
     backends = "+".join(sorted({handshake.backends for handshake in handshakes.values()}))
+    refuse_unserved_backends(backends)
     clock = SystemClock()
     since_ns = loading_began_ns(clock)
     identity = model_identity(vllm_config, pages, layout.chunk_tokens, backends, since_ns=since_ns)
