@@ -36,22 +36,24 @@ class Mooncake(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     local_hostname: Annotated[
         str,
         Meta(
-            description="What other clients call this host; an address of its own where memory is lent."
+            description="Address of this host that other clients are told. Where this engine "
+            "lends memory they must reach it. The client listens on every interface all the same."
         ),
     ] = "127.0.0.1"
     segment_size: Annotated[
         int,
         Meta(
             extra={"kind": SIZE},
-            description="Memory that this engine lends to the store, beside `memory.size`; chunks in it are gone when "
-            "the engine ends. 0: other processes lend it.",
+            description="Memory that this engine lends to the store, beside `memory.size`. Chunks "
+            "in it are gone when the engine ends. 0: only other processes lend memory.",
         ),
     ] = 0
     buffer_size: Annotated[
         int,
         Meta(
             extra={"kind": SIZE},
-            description="Memory for values on their way that don't come from the pool, a codec's; several chunks.",
+            description="Memory of the client for values that are not in the pool, such as those "
+            "of a codec. It must hold several chunks.",
         ),
     ] = DEFAULT_BUFFER_BYTES
     prefix: Annotated[

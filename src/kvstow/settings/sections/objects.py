@@ -13,8 +13,10 @@ DEFAULT_PART_BYTES: Final = 8 << 20
 
 
 class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The object store tier: a bucket that several engines, on several hosts, share. Credentials are found where each
-    cloud's tools find them, in the environment first."""
+    """The object store tier: a bucket that several engines share, on several hosts too.
+
+    Credentials come from where each cloud's tools find them, from the environment first.
+    """
 
     url: Annotated[
         str | None,
@@ -26,7 +28,7 @@ class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     endpoint: Annotated[
         str | None,
         Meta(
-            description="Where the store is, if not at its cloud's own address: `https://minio.internal:9000`."
+            description="URL of the store: `https://minio.internal:9000`. Unset: its cloud's own."
         ),
     ] = None
     region: Annotated[
@@ -35,14 +37,15 @@ class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     addressing: Annotated[
         Literal["path", "virtual"],
         Meta(
-            description="Where an S3 bucket's name goes: into the path, or before the host's name (`virtual`; then "
-            "`endpoint`, if set, begins with the bucket's name)."
+            description="Where a request to S3 has the bucket's name: in the path, or, with "
+            "`virtual`, before the host's name. With `virtual`, `endpoint` begins with that name."
         ),
     ] = "path"
     profile: Annotated[
         str | None,
         Meta(
-            description="Profile in the AWS tools' files whose credentials are used; needs boto3. Unset: none."
+            description="Profile in the AWS tools' files whose credentials are used. It needs "
+            "boto3. Unset: none."
         ),
     ] = None
     account: Annotated[
@@ -54,13 +57,11 @@ class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = False
     allow_http: Annotated[
         bool,
-        Meta(description="Let bytes and signatures go unencrypted to other hosts than this one."),
+        Meta(description="Send bytes and signatures unencrypted to other hosts than this one."),
     ] = False
     ca_file: Annotated[
         str | None,
-        Meta(
-            description="File of an authority that the store's certificate may be of, beside the system's."
-        ),
+        Meta(description="File with a certificate authority that is trusted beside the system's."),
     ] = None
     part_size: Annotated[
         int,
@@ -74,7 +75,7 @@ class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=1,
             le=256,
-            description="Requests that a lookup, or a chunk in parts, has under way at once.",
+            description="Requests of one lookup, or for one chunk in parts, at the same time.",
         ),
     ] = 32
     timeout_ms: Annotated[
@@ -82,8 +83,8 @@ class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=1,
             le=60_000,
-            description="The longest that a request may take, its bytes included; a call, with "
-            "what is tried again, takes at most twice this.",
+            description="The longest that a request may take, its bytes included. A call, its "
+            "retries included, takes at most twice this.",
         ),
     ] = 4000
     connect_timeout_ms: Annotated[
@@ -94,7 +95,7 @@ class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=10,
-            description="How often a request that failed is tried again before the call fails.",
+            description="How often a failed request is repeated before the call fails.",
         ),
     ] = 2
     codec: Codec = RAW
