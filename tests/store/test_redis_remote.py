@@ -13,7 +13,6 @@ import pytest
 
 from kvstow import build
 from kvstow.backends.redis.envelope import chunk_name
-from kvstow.backends.redis.session import Session
 from kvstow.cache import Lookup
 from kvstow.errors import StoreUnavailable
 from kvstow.metrics import Metrics
@@ -145,9 +144,9 @@ def test_k3_after_a_fault_no_connection_of_before_is_used(server: RedisServer) -
         return int(server.ask("INFO", "stats")["total_connections_received"])
 
     store = open_store(server.url, prefix=PREFIX)
-    with Session(store._servers, store._links) as one, Session(store._servers, store._links) as two:
+    with store._clients.session() as one, store._clients.session() as two:
         for session in (one, two):
-            session.ask([b"x"], [("EXISTS", b"x")])
+            session.run("EXISTS", b"x")
     before = connections()
     assert store.contains([make_key(0)]) == [False]
     assert connections() == before, "connections serve one call after the other"

@@ -127,7 +127,7 @@ def test_a_chunk_and_its_parts_share_the_slot_of_a_cluster() -> None:
     name = chunk_name(b"p:", ChunkKey.build(Namespace.from_fields({}), 0, b"x"))
     assert name.startswith(b"p:{")
     assert name.endswith(b"}")
-    parts = Envelope(5, 2, b"\xff" * 8).names(name)
+    parts = Envelope(5, 2, b"\xff" * 8).part_names(name)
     assert parts == [name + b":ffffffffffffffff:0", name + b":ffffffffffffffff:1"]
 
 
@@ -207,7 +207,7 @@ def test_without_a_url_there_is_no_tier() -> None:
 def test_without_redis_py_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "kvstow.backends.redis.store", raising=False)
     monkeypatch.delitem(sys.modules, "kvstow.backends.redis.session", raising=False)
-    monkeypatch.delitem(sys.modules, "kvstow.backends.redis.servers", raising=False)
+    monkeypatch.delitem(sys.modules, "kvstow.backends.redis.clients", raising=False)
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.setitem(sys.modules, "redis.exceptions", None)
     with pytest.raises(SettingsError, match=r"pip install 'kvstow\[redis\]'"):

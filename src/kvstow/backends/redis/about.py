@@ -1,19 +1,19 @@
-"""What a server says about itself, for an operator."""
+"""What a server reports about itself, for an operator."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from redis.exceptions import ResponseError
 
 from kvstow.backends.redis.options import RedisOptions
-from kvstow.backends.redis.servers import Servers, open_servers
-from kvstow.backends.redis.session import FAULTS, Links, Session, as_store_error
+from kvstow.backends.redis.session import FAULTS, Clients, Session, as_store_error
 from kvstow.runtime import Clock
 
 
 class About(NamedTuple):
-    """None where the server does not tell this user. ``limit_bytes`` 0: no limit."""
+    """A server's product, version, speed and memory. A field is None where the server does not tell this user.
+    ``limit_bytes`` is 0 where there is no limit."""
 
     product: str
     version: str
@@ -24,49 +24,49 @@ class About(NamedTuple):
 
 
 def about(options: RedisOptions, clock: Clock) -> About:
-    """Ask the server, of a Cluster one node. Raises ``StoreUnavailable`` or ``StoreRefused``."""
-    servers, name = open_servers(options), options.prefix.encode()
-    links = Links(clock, options.timeout_s)
+    """Asks the server, or one node of a Cluster. Raises ``StoreUnavailable`` or ``StoreRefused``."""
+    clients = Clients(options, clock)
+    name = options.prefix.encode()
     try:
-        with Session(servers, links) as session:
-            probe = ("GETRANGE", name, 0, 0)  # what every user of the tier may do
-            session.ask([name], [probe])  # connects
-            began = clock.monotonic()
-            session.ask([name], [probe])
-            round_trip_s = clock.monotonic() - began
-        told = _told(servers, name, links)
+        with clients.session() as session:
+            session.get_start([name], [1])  # connects; every user of the tier may do this
+            began_s = clock.monotonic()
+            session.get_start([name], [1])
+            round_trip_s = clock.monotonic() - began_s
+            info = _info(session)
     except FAULTS as error:
         raise as_store_error(error) from error
     finally:
-        links.clear()
-        servers.close()
-    product = next((name for name in ("valkey", "redis") if f"{name}_version" in told), "")
+        clients.close()
+    product = next((name for name in ("valkey", "redis") if f"{name}_version" in info), "")
     return About(
         product or "a server",
-        told.get(f"{product}_version", "of unknown version"),
+        str(info.get(f"{product}_version", "of unknown version")),
         round_trip_s,
-        _number(told, "used_memory"),
-        _number(told, "maxmemory"),
-        told.get("maxmemory_policy"),
+        _number(info, "used_memory"),
+        _number(info, "maxmemory"),
+        _text(info, "maxmemory_policy"),
     )
 
 
-def _told(servers: Servers, name: bytes, links: Links) -> dict[str, str]:
-    """INFO; empty where the user may not ask."""
+def _info(session: Session) -> dict[str, Any]:
+    """The fields of INFO. Empty where the user has no right to it."""
     try:
-        with Session(servers, links) as session:
-            replies = session.ask([name], [("INFO", "server")]) + session.ask(
-                [name], [("INFO", "memory")]
-            )
+        sections = [session.run("INFO", section) for section in ("server", "memory")]
     except ResponseError:
         return {}
-    text = b"\n".join(reply for reply in replies if isinstance(reply, bytes)).decode(
-        errors="replace"
-    )
-    pairs = (line.strip().partition(":") for line in text.splitlines())
-    return {field: value for field, colon, value in pairs if colon}
+    fields: dict[str, Any] = {}
+    for section in sections:
+        if isinstance(section, dict):
+            fields |= section
+    return fields
 
 
-def _number(told: dict[str, str], field: str) -> int | None:
-    value = told.get(field, "")
-    return int(value) if value.isdecimal() else None
+def _number(info: dict[str, Any], field: str) -> int | None:
+    value = info.get(field)
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def _text(info: dict[str, Any], field: str) -> str | None:
+    value = info.get(field)
+    return value if isinstance(value, str) else None

@@ -1,7 +1,7 @@
 """Names and values in Redis.
 
-A chunk's name is ``<prefix>{<digest>}``; the braces make it and its parts share one slot of a Cluster. Its value is
-an envelope of 32 bytes, little-endian::
+A chunk's name is ``<prefix>{<digest>}``. The braces put it and its parts into one slot of a Cluster. Its value begins
+with an envelope of 32 bytes, little-endian::
 
     0  magic      8  KVSTOWR1
     8  kind       4  0: the frame follows; 1: the frame is in parts
@@ -9,8 +9,8 @@ an envelope of 32 bytes, little-endian::
     16 length     8  of the frame
     24 write id   8  random; 0 for kind 0
 
-Part ``i`` is named ``<name>:<write id>:<i>`` and holds the frame's bytes only, all parts of one size but the last.
-The write id keeps parts of two writers apart: whose envelope is first wins, and points to its own parts alone.
+Part ``i`` is named ``<name>:<write id>:<i>`` and holds bytes of the frame only. All parts but the last have one size.
+The write id keeps the parts of two writers apart. The first envelope wins, and names the parts of its own writer.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ MAX_PARTS: Final = 4096
 
 
 class Envelope(NamedTuple):
+    """What a chunk's value begins with. ``parts`` is 0 where the frame follows the envelope."""
+
     length: int
     parts: int = 0
     write_id: bytes = bytes(WRITE_ID_BYTES)
@@ -41,17 +43,17 @@ class Envelope(NamedTuple):
             MAGIC, PARTS if self.parts else WHOLE, self.parts, self.length, self.write_id
         )
 
-    def names(self, name: bytes) -> list[bytes]:
-        """Of its parts."""
+    def part_names(self, name: bytes) -> list[bytes]:
+        """The names of the parts of the chunk called ``name``."""
         return [b"%s:%s:%d" % (name, self.write_id.hex().encode(), i) for i in range(self.parts)]
 
     def part_lengths(self, part_bytes: int) -> list[int]:
-        """As its writer cut it."""
+        """The parts' lengths, for a writer that cuts after each ``part_bytes``."""
         return [min(part_bytes, self.length - i * part_bytes) for i in range(self.parts)]
 
 
-def unpack(data: Buffer | bytes | int | None) -> Envelope | None:
-    """None: this is no envelope."""
+def unpack(data: object) -> Envelope | None:
+    """Reads the envelope at the beginning of a value. None if the value does not begin with one."""
     if not isinstance(data, bytes | bytearray | memoryview) or len(data) < ENVELOPE_BYTES:
         return None
     magic, kind, parts, length, write_id = ENVELOPE.unpack_from(data)
@@ -61,11 +63,12 @@ def unpack(data: Buffer | bytes | int | None) -> Envelope | None:
 
 
 def chunk_name(prefix: bytes, key: ChunkKey) -> bytes:
+    """The name of a chunk's value."""
     return b"%s{%s}" % (prefix, key.digest().hex().encode())
 
 
 def cut(spans: Sequence[Buffer], start: int, length: int) -> list[Buffer]:
-    """Bytes ``start`` to ``start + length`` of the concatenation of ``spans``, not copied."""
+    """Returns bytes ``start`` to ``start + length`` of the concatenation of ``spans``, without copying."""
     pieces: list[Buffer] = []
     for span in spans:
         if start < len(span) and length:

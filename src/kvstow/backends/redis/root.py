@@ -58,7 +58,7 @@ class Root:
     def _ask(self, session: Session, *command: Any) -> Any:
         """None also where the server is full, or the user may only read: then others say where theirs begin."""
         try:
-            return session.ask([self.name], [command])[0]
+            return session.run(*command)
         except MovedError:
             raise
         except ResponseError:

@@ -1,18 +1,16 @@
-"""The connections of one call, and what their faults mean."""
+"""Borrowed clients, their commands, and the meaning of their errors."""
 
 from __future__ import annotations
 
-import select
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Final, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import redis
-from redis.connection import ConnectionPool
 from redis.exceptions import (
     AskError,
+    ClusterError,
     MovedError,
     OutOfMemoryError,
     RedisClusterException,
@@ -20,21 +18,21 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from kvstow.backends.redis.servers import Servers, sensible
-from kvstow.backends.redis.wire import Reply, Wire
+from kvstow.backends.redis.clients import MALFORMED_REPLY, Client, open_client
+from kvstow.backends.redis.options import RedisOptions
+from kvstow.backends.redis.watchdog import Watchdog
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
 from kvstow.runtime import Clock
 
 Command = tuple[Any, ...]
-R = TypeVar("R")
-W = TypeVar("W")
 
-ASKING: Final = ("ASKING",)
-BATCH: Final = 1000  # commands in flight: their replies fit into a socket's buffers, so that neither side blocks
+HANDSHAKE_REPLIES: Final = (
+    5  # AUTH, SELECT and CLIENT SETINFO; of a Cluster CLUSTER SLOTS and COMMAND
+)
+COMMANDS_IN_FLIGHT: Final = 1000  # their replies fit into socket buffers, so neither side blocks
 FAULTS: Final = (RedisError, RedisClusterException, OSError)  # what redis-py and a socket raise
 TRANSIENT: Final = (
-    redis.exceptions.ClusterError,
-    AskError,
+    ClusterError,
     redis.exceptions.ReadOnlyError,
     redis.exceptions.TryAgainError,
     redis.exceptions.MasterDownError,
@@ -51,181 +49,161 @@ TRANSIENT_CODES: Final = (
 
 
 class ServerFull(StoreUnavailable):
-    """It has no room, and evicts nothing."""
+    """The server has no room and evicts nothing."""
+
+
+class ConnectionLost(StoreUnavailable):
+    """The connection could not be opened, or broke."""
 
 
 def as_store_error(error: Exception) -> StoreError:
-    """Of one of ``FAULTS``. Every fault that asking again may heal is transient; what the server will always refuse is
-    not."""
+    """Translates one of ``FAULTS``. An error that may go away by itself is ``StoreUnavailable``; an error that the
+    server will always give is ``StoreRefused``."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OutOfMemoryError):
         return ServerFull(text)
-    if "invalid bulk length" in text:
-        return StoreRefused(
-            f"larger than the server's proto-max-bulk-len: set redis.part_size lower ({text})"
+    if isinstance(error, MovedError | AskError):
+        return StoreUnavailable(
+            f"the server is a node of a Cluster: set redis.topology to cluster ({text})"
         )
+    if "TTL exhausted" in text:
+        return StoreUnavailable(f"the Cluster's nodes redirect to each other ({text})")
+    if "invalid bulk length" in text:
+        return StoreRefused(too_large(text))
+    if type(error) is redis.exceptions.ConnectionError:
+        return ConnectionLost(text)
     transient = isinstance(error, TRANSIENT) or str(error).startswith(TRANSIENT_CODES)
-    return (
-        StoreRefused(text)
-        if isinstance(error, ResponseError) and not transient
-        else StoreUnavailable(text)
-    )
+    if isinstance(error, ResponseError) and not transient:
+        return StoreRefused(text)
+    return StoreUnavailable(text)
 
 
-def answer(take: Callable[[], R], wrong_type: W) -> R | W | AskError:
-    """What ``take`` takes of the wire, as far as it is of its own name: an ``AskError`` says where else to ask, and
-    what is no string is ``wrong_type``. Raises other error replies."""
-    try:
-        return take()
-    except MovedError:
-        raise
-    except AskError as error:
-        return error
-    except ResponseError as error:
-        if str(error).startswith(
-            "WRONGTYPE"
-        ):  # a name of ours is a list, a set, …: somebody else's
-            return wrong_type
-        raise
-
-
-class Link:
-    """One of redis-py's connections, lent by ``pool`` to one thread at a time."""
-
-    def __init__(self, pool: ConnectionPool, clock: Clock, timeout_s: float) -> None:
-        self.pool = pool
-        self.era = 0  # of ``Links``
-        with sensible("the server"):
-            self._connection: Any = pool.get_connection()
-            with ExitStack() as failed:
-                failed.callback(self.hang_up)  # else the pool has one less for good
-                sock = self._connection._sock
-                self.wire = Wire(sock, self._connection._parser.parse_error, clock, timeout_s)
-                self._readable = select.poll()
-                self._readable.register(sock, select.POLLIN)
-                failed.pop_all()
-
-    @property
-    def quiet(self) -> bool:
-        """Connected, and everything that came was asked for."""
-        return self.wire.idle and not self._readable.poll(0)
-
-    def ask(self, commands: Sequence[Command]) -> list[Reply | AskError]:
-        """Replies of small commands. An ``AskError`` says which node to ask instead, while a slot moves there. None
-        also where a name has what is no value of ours."""
-        replies: list[Reply | AskError] = []
-        for start in range(0, len(commands), BATCH):
-            batch = commands[start : start + BATCH]
-            self.wire.begin()
-            self.wire.send([b"".join(self._connection.pack_commands(batch))])
-            replies += [answer(self.wire.reply, None) for _ in batch]
-        return replies
-
-    def hang_up(self) -> None:
-        """And give it back: it is connected again when it is lent next."""
-        self._connection.disconnect()
-        self.pool.release(self._connection)
-
-
-class Links:
-    """Those that nobody uses now. redis-py's pools are asked for new ones only: asking takes as long as 200 KiB do."""
-
-    def __init__(self, clock: Clock, timeout_s: float) -> None:
-        self._clock = clock
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._idle: dict[ConnectionPool, list[Link]] = {}
-        self._era = 0  # another begins when what is open may no longer be used
-
-    def take(self, pool: ConnectionPool) -> Link:
-        while True:
-            with self._lock:
-                era, idle = self._era, self._idle.get(pool)
-                link = idle.pop() if idle else None
-            if link is None:
-                break
-            if link.quiet:  # asked without the lock: it gives the interpreter's away
-                return link
-            link.hang_up()
-        link = Link(pool, self._clock, self._timeout_s)
-        link.era = era
-        return link
-
-    def give_back(self, link: Link, *, clean: bool) -> None:
-        """Not clean: replies may be unread."""
-        if clean and link.wire.idle:
-            with self._lock:
-                if link.era == self._era:
-                    self._idle.setdefault(link.pool, []).append(link)
-                    return
-        link.hang_up()
-
-    def clear(self) -> None:
-        """None of these is used again; those that are lent now neither, once they are back."""
-        with self._lock:
-            idle = [link for links in self._idle.values() for link in links]
-            self._idle.clear()
-            self._era += 1
-        for link in idle:
-            link.hang_up()
+def too_large(text: str) -> str:
+    """The message for a value that the server does not take."""
+    return f"larger than the server's proto-max-bulk-len: set redis.part_size lower ({text})"
 
 
 class Session:
-    """One link for each server that is asked. Left by an exception, none of its connections is used again."""
+    """A client that one call has borrowed. Every round trip ends within ``timeout_s`` of ``options``."""
 
-    def __init__(self, servers: Servers, free: Links) -> None:
-        self._servers = servers
-        self._free = free
-        self._links: dict[int, Link] = {}
+    def __init__(self, client: Client, watchdog: Watchdog, options: RedisOptions) -> None:
+        self._client = client
+        self._watchdog = watchdog
+        self._options = options
 
-    def __enter__(self) -> Session:
-        return self
+    def connect(self) -> None:
+        """Connects the client unless it is connected. Each server that may have to be asked has the time of a
+        handshake."""
+        if self._client.connected:
+            return
+        handshake_s = self._options.connect_timeout_s + HANDSHAKE_REPLIES * self._options.timeout_s
+        servers = len(self._options.address.hosts) + 1
+        with self._limited(servers * handshake_s):
+            self._client.connect()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        for link in self._links.values():
-            self._free.give_back(link, clean=kind is None)
+    def run(self, *command: Any) -> Any:
+        """Runs one command. See ``run_all``."""
+        [reply] = self.run_all([command])
+        return reply
 
-    def link(self, name: bytes) -> Link:
-        """To the server that has ``name``."""
-        return self._link(self._servers.pool(name))
+    def run_all(self, commands: Sequence[Command]) -> list[Any]:
+        """Runs commands without waiting in between, and returns their replies in order.
 
-    def elsewhere(self, error: AskError) -> Link | None:
-        """To the node that is asked instead, where a slot is moving; None: no node that the others know of. It must
-        be told that it is asked, by ``ASKING`` before the command."""
-        pool = self._servers.node(str(error.host), int(error.port))
-        return None if pool is None else self._link(pool)
-
-    def _link(self, pool: ConnectionPool) -> Link:
-        link = self._links.get(id(pool))
-        if link is None:
-            link = self._links[id(pool)] = self._free.take(pool)
-        return link
-
-    def by_link(self, names: Sequence[bytes]) -> list[tuple[Link, list[int]]]:
-        """Positions of ``names``, by the server that has them."""
-        groups: dict[int, tuple[Link, list[int]]] = {}
-        for i, name in enumerate(names):
-            link = self.link(name)
-            groups.setdefault(id(link), (link, []))[1].append(i)
-        return list(groups.values())
-
-    def ask(self, names: Sequence[bytes], commands: Sequence[Command]) -> list[Reply]:
-        """Replies in order; ``names`` say where each command goes. Where a slot is moving they are those of the node
-        that it moves to; None where that doesn't have it either."""
-        replies: list[Reply] = [None] * len(names)
-        asked: dict[tuple[str, int], list[tuple[int, AskError]]] = {}
-        for link, where in self.by_link(names):
-            for i, reply in zip(where, link.ask([commands[i] for i in where]), strict=True):
-                if isinstance(reply, AskError):
-                    asked.setdefault((reply.host, reply.port), []).append((i, reply))
-                else:
-                    replies[i] = reply
-        for group in asked.values():
-            there = self.elsewhere(group[0][1])
-            if there is not None:
-                both = [command for i, _ in group for command in (ASKING, commands[i])]
-                for (i, _), reply in zip(group, there.ask(both)[1::2], strict=True):
-                    replies[i] = None if isinstance(reply, AskError) else reply
+        A reply is None where the name holds a value of another type, such as a list: not one of ours. Raises the
+        first of any other errors, after all replies have been read.
+        """
+        replies: list[Any] = []
+        for start in range(0, len(commands), COMMANDS_IN_FLIGHT):
+            replies += self._round_trip(commands[start : start + COMMANDS_IN_FLIGHT])
         return replies
+
+    def get_start(self, names: Sequence[bytes], sizes: Sequence[int]) -> list[bytes | None]:
+        """Returns the first ``sizes`` bytes of each value. A missing value is empty; None as in ``run_all``.
+
+        The server sends no more than that, however long the value is.
+        """
+        commands = [
+            ("GETRANGE", name, 0, size - 1) for name, size in zip(names, sizes, strict=True)
+        ]
+        replies = self.run_all(commands)
+        for reply in replies:
+            if reply is not None and not isinstance(reply, bytes):
+                raise malformed(reply)
+        return replies
+
+    def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
+        with self._limited(self._options.timeout_s):
+            pipeline = self._client.connect().pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = pipeline.execute(raise_on_error=False)
+        for i, reply in enumerate(replies):
+            if not isinstance(reply, Exception):
+                continue
+            if not str(reply).startswith("WRONGTYPE"):
+                raise reply
+            replies[i] = None
+        return replies
+
+    @contextmanager
+    def _limited(self, timeout_s: float) -> Iterator[None]:
+        with self._watchdog.limit(timeout_s, self._client.disconnect):
+            try:
+                yield
+            except MALFORMED_REPLY as error:
+                raise malformed(error) from error
+
+
+def malformed(found: object) -> redis.exceptions.InvalidResponse:
+    """The error for a reply that does not answer its command."""
+    return redis.exceptions.InvalidResponse(
+        f"the server's reply does not answer the command ({type(found).__name__})"
+    )
+
+
+class Clients:
+    """Lends clients to calls, each to one call at a time. There are as many as calls ran at once."""
+
+    def __init__(self, options: RedisOptions, clock: Clock) -> None:
+        self._options = options
+        self._watchdog = Watchdog(clock, harmless=(*FAULTS, *MALFORMED_REPLY))
+        self._lock = threading.Lock()
+        self._idle: list[Client] = []
+        self._generation = 0
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """Lends a client. If the block raises, the client is closed, because replies may be unread."""
+        with self._lock:
+            generation = self._generation
+            client = self._idle.pop() if self._idle else open_client(self._options)
+        completed = False
+        try:
+            session = Session(client, self._watchdog, self._options)
+            session.connect()
+            yield session
+            completed = True
+        finally:
+            self._return(client, reusable=completed, generation=generation)
+
+    def _return(self, client: Client, *, reusable: bool, generation: int) -> None:
+        with self._lock:
+            if reusable and generation == self._generation:
+                self._idle.append(client)
+                return
+        client.disconnect()
+
+    def discard(self) -> None:
+        """Closes idle clients at once, and borrowed ones when they are returned. Their connections may lead to a
+        server that is no longer the right one."""
+        with self._lock:
+            idle = self._idle
+            self._idle = []
+            self._generation += 1
+        for client in idle:
+            client.disconnect()
+
+    def close(self) -> None:
+        """Closes all clients."""
+        self.discard()
+        self._watchdog.close()
