@@ -365,6 +365,100 @@ def test_n3_the_exporter_never_raises(data: dict[str, Any], prom: Prom) -> None:
     assert prom.value("kvstow_pool_used_bytes") == 0
 
 
+class FullDisk:
+    """Every call of a Prometheus client that writes its samples to a full disk."""
+
+    def __init__(self, calls: set[str]) -> None:
+        self.calls = calls
+        self.failed = 0
+
+    def fail(self, call: str) -> None:
+        if call in self.calls:
+            self.failed += 1
+            raise OSError(28, "No space left on device")
+
+
+def failing_client(disk: FullDisk) -> Any:
+    """A metric class as vLLM hands over."""
+
+    class Metric:
+        def __init__(self, **options: Any) -> None:
+            disk.fail("create")
+
+        def labels(self, *values: object) -> Metric:
+            disk.fail("labels")
+            return self
+
+        def inc(self, amount: float) -> None:
+            disk.fail("inc")
+
+        def set(self, value: float) -> None:
+            disk.fail("set")
+
+        def observe(self, value: float) -> None:
+            disk.fail("observe")
+
+    return Metric
+
+
+@pytest.mark.parametrize("call", ["create", "labels", "inc", "set", "observe"])
+def test_no_error_of_the_client_reaches_vllm_and_it_is_logged_once(
+    call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("vllm")
+    from types import SimpleNamespace
+
+    from prometheus_client import Counter, Gauge, Histogram
+
+    from kvstow.vllm import metrics as exporter_module
+
+    exporter_module._log_once.cache_clear()
+    disk = FullDisk({call})
+    metric = failing_client(disk)
+    exporter = exporter_module.KVStowPromMetrics(
+        SimpleNamespace(kv_transfer_config=None),
+        {Counter: metric, Gauge: metric, Histogram: metric},
+        ["model_name", "engine"],
+        {0: ["m", "0"]},
+    )
+    m = Metrics()
+    m.count("hit_chunks", 3, tier="memory")
+    m.gauge("pool_used_bytes", 77)
+    m.observe("load_seconds", 0.1, tier="memory")
+    snapshot = m.take() or {}
+    for _ in range(3):
+        exporter.observe(snapshot, 0)
+    assert disk.failed
+    lines = [record for record in caplog.records if record.exc_info]
+    assert 1 <= len(lines) <= 2, "once for each part of the exporter"
+    assert all("No space left" in str(record.exc_info) for record in lines)
+    disk.calls.clear()  # there is room again
+    exporter.observe(snapshot, 0)
+
+
+def test_one_bad_series_leaves_the_others_alone(prom: Prom) -> None:
+    family = prom.exporter._families["waits"]
+    prom.exporter._bound[0, "waits"] = None
+    prom.exporter._families["waits"] = None
+    prom.exporter.observe({"counters": {"waits": 1, "fetch_extensions": 2}})
+    assert prom.value("kvstow_fetch_extensions_total") == 2
+    prom.exporter._families["waits"] = family
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{"counters": 7}, {"counters": {"waits": "x"}}, {"histograms": {"wait_seconds": [["x"]]}}, 7],
+)
+def test_no_malformed_snapshot_reaches_vllm(data: Any, prom: Prom) -> None:
+    from kvstow.vllm.metrics import KVStowStats
+
+    prom.exporter.observe(data)
+    stats = KVStowStats(data={"counters": {"waits": 1}})
+    assert stats.aggregate(KVStowStats(data=data)) is stats
+    stats.reduce()
+    KVStowStats(data=data).reduce()
+
+
 def test_a_second_engine_in_one_process_starts_afresh(prom: Prom) -> None:
     prom.exporter.observe({"counters": {"waits": 5}})
     assert prom.value("kvstow_waits_total") == 5

@@ -99,7 +99,7 @@ class KVStowConnector(KVConnectorBase_V1):
             self._scheduler.disable(why)
         if self._worker is not None:
             try:
-                self._worker.release_device()
+                self._worker.close_device()
             except Exception:
                 logger.exception("kvstow: the device could not be closed")
             self._worker.disable(why)

@@ -124,7 +124,7 @@ class WorkerSide:
     def disable(self, why: str) -> None:
         """Switches this rank off: every job that runs or comes later is reported as failed.
 
-        Call ``release_device`` first, so that no copy runs any more.
+        Call ``close_device`` first, so that no copy runs any more.
         """
         if self._switched_off:
             return
@@ -134,10 +134,12 @@ class WorkerSide:
         for opened in list(self._open.values()):
             self._fail(opened.job, why)
 
-    def release_device(self) -> None:
-        """Waits, within the device's bound, for running copies and closes the device."""
+    def close_device(self) -> None:
+        """Closes the device, which waits for its copies within a bound, and takes their ends."""
         if self._device is not None:
             self._device.close()
+            for finished in self._device.finished():
+                self._end(finished)
 
     # --- a step, in vLLM's order -----------------------------------------------------------------------------------
 
@@ -286,4 +288,5 @@ class WorkerSide:
 
     def close(self) -> None:
         """Closes the device after its copies have ended."""
-        self.release_device()
+        if self._device is not None:
+            self._device.close()
