@@ -18,6 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvstow.vllm.connector import KVStowConnector
 from tests.engine_contract.stack import (
     Shape,
     Stack,
@@ -31,6 +32,15 @@ from tests.rigs.sim_device import Fails
 from tests.rigs.sim_worker import RankOutput
 
 IDLE_STEPS = 3000
+
+
+def kvstow_of(scheduler: Scheduler) -> KVStowConnector:
+    """The scheduler's connector, or the one of kvstow's inside a MultiConnector."""
+    connector = scheduler.connector
+    for each in (connector, *getattr(connector, "sub_connectors", ())):
+        if isinstance(each, KVStowConnector):
+            return each
+    raise AssertionError("no connector of kvstow's")
 
 
 class Driver:
@@ -63,7 +73,7 @@ class Driver:
         )
         self.shape = shape
         self.stack: Stack = build_stack(
-            shape, seed, connector=self.scheduler.connector, config=config, fails=fails, **stack
+            shape, seed, connector=kvstow_of(self.scheduler), config=config, fails=fails, **stack
         )
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
