@@ -96,10 +96,3 @@ class TestAzure(StoreSuite):
 class TestDirectory(StoreSuite):
     def make_store(self, tmp_path: Path) -> Store:
         return open_store(f"file://{tmp_path}/chunks", timeout_s=10.0)
-
-
-class TestMemory(StoreSuite):
-    rounds = 10
-
-    def make_store(self, tmp_path: Path) -> Store:
-        return open_store("memory:///", timeout_s=10.0)

@@ -71,10 +71,6 @@ def objects_options(settings: Settings) -> ObjectsOptions:
         bucket = parse_url(own.url or "")
     except ValueError as error:
         raise SettingsError(f"objects.url: {error}") from error
-    if bucket.kind == "memory":
-        raise SettingsError(
-            "objects.url: memory:// is for tests: chunks that only this process has are in memory.size"
-        )
     if own.endpoint is not None:
         _check_endpoint(own.endpoint, allow_http=own.allow_http)
     if own.ca_file is not None and not os.access(own.ca_file, os.R_OK):

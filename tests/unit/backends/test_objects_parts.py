@@ -138,7 +138,7 @@ def test_k6_every_setting_reaches_the_store() -> None:
     ("settings", "says"),
     [
         ({"url": "ftp://x"}, r"objects\.url: expected s3://"),
-        ({"url": "memory:///"}, r"objects\.url: memory:// is for tests"),
+        ({"url": "memory:///"}, r"objects\.url: expected s3://"),
         ({"endpoint": "h:9000"}, r"objects\.endpoint: expected https://"),
         ({"endpoint": "https://"}, r"objects\.endpoint: expected https://"),
         ({"endpoint": f"https://u:{SECRET}@h"}, r"objects\.endpoint has no user"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from obstore import exceptions
-from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
+from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from kvstow.backends.objects.options import ObjectsOptions
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
@@ -61,8 +61,6 @@ def open_client(options: ObjectsOptions) -> Any:
     if bucket.kind == "file":
         Path(bucket.name).mkdir(mode=0o700, parents=True, exist_ok=True)
         return LocalStore(bucket.name)
-    if bucket.kind == "memory":
-        return MemoryStore()
     common: dict[str, Any] = {
         "client_options": _client_options(options),
         "retry_config": _retries(options),

@@ -9,14 +9,13 @@ from urllib.parse import unquote, urlsplit
 
 from kvstow.key import ChunkKey
 
-Kind = Literal["s3", "gcs", "azure", "file", "memory"]
+Kind = Literal["s3", "gcs", "azure", "file"]
 
 SCHEMES: Final[dict[str, Kind]] = {
     "s3": "s3",
     "gs": "gcs",
     "az": "azure",
     "file": "file",
-    "memory": "memory",
 }
 DEFAULT_PART_BYTES: Final = 8 << 20
 MIN_PART_BYTES: Final = 1 << 20
@@ -115,9 +114,9 @@ def parse_url(url: str) -> Bucket:
         )
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError("it has no user, password, ? or #: credentials come from the environment")
-    if kind in ("file", "memory"):
+    if kind == "file":
         path = unquote(parts.path)
-        if parts.netloc or (kind == "file" and (len(path) < 2 or ".." in path.split("/"))):
+        if parts.netloc or len(path) < 2 or ".." in path.split("/"):
             raise ValueError("expected file:///directory, an absolute path")
         return Bucket(kind, path)
     if not _BUCKET_NAME.fullmatch(parts.netloc):

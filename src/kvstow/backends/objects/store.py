@@ -59,7 +59,7 @@ class ObjectsStore:
         self._warn = warn
         self._client = open_client(options)
         # obstore streams a file in pieces of 8 KiB: taking the bytes at once is five times as fast.
-        self._streams = options.bucket.kind not in ("file", "memory")
+        self._streams = options.bucket.kind != "file"
         self._lock = threading.Lock()
         self._conditional_writes = True
         self._call_limit_s = 2 * options.timeout_s
