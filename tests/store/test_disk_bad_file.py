@@ -240,7 +240,7 @@ def test_the_scrub_goes_on_behind_a_file_that_cannot_be_read(
     store = disk(tmp_path, scrub_bytes_s=1 << 30, check=check, clock=ManualClock())
     assert all(put(store, make_key(i), i) for i in range(5))
     files.broken, files.calls = named(2), {"open"}
-    store.tend()
+    store.maintain()
     assert sorted(seen) == sorted(make_key(i).digest() for i in (0, 1, 3, 4))
     assert store.contains([make_key(i) for i in range(5)]) == [True, True, False, True, True]
     assert file_of(tmp_path, make_key(2)).exists()

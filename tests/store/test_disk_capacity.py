@@ -357,7 +357,7 @@ def test_i1_what_is_removed_is_said_within_bounds_and_by_the_next_round(tmp_path
         disk(tmp_path, size_bytes=1024 * MIB, clock=clock),
         disk(tmp_path, size_bytes=1024 * MIB, clock=clock),
     )
-    one.tend()  # the first scan is done, and the next round due in 10 s
+    one.maintain()  # the first scan is done, and the next round due in 10 s
     assert all(put(one, make_key(i), i) for i in range(100))
     held = other.used_bytes or 0
     removed = 0
@@ -368,7 +368,7 @@ def test_i1_what_is_removed_is_said_within_bounds_and_by_the_next_round(tmp_path
         assert held - removed <= seen <= held - removed + 4 * MIB, "1/256 of the size may be unsaid"
     assert (other.used_bytes or 0) > held - removed
     clock.advance(10.0)
-    one.tend()
+    one.maintain()
     said = other.used_bytes or 0
     assert said < held - removed + CHUNK, "what was published and reserved ahead is said too"
     for store in (one, other):

@@ -17,7 +17,7 @@ import pytest
 
 from kvstow.backends.base import MISSING, REJECTED, Done
 from kvstow.backends.disk import DiskStore, files
-from kvstow.backends.disk.inside import HUNG_S, Inside
+from kvstow.backends.disk.in_progress import HUNG_S, CallsInProgress
 from kvstow.errors import StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout, GroupLayout
@@ -137,7 +137,7 @@ def test_h6b_a_hung_directory_keeps_half_of_the_threads_and_its_own_chunks(
     assert store.contains([make_key(i) for i in lost]) == [False] * len(lost)
     assert write_one(store, make_key(lost[0]), value_of(0, CHUNK)) is REJECTED
     store.delete([make_key(lost[0])])
-    store.tend()
+    store.maintain()
     assert not gate.entered.acquire(blocking=False), "nobody else went in"
     with caplog.at_level(logging.WARNING, "kvstow"):
         gate.opened.set()
@@ -171,15 +171,15 @@ def test_h6b_the_next_call_notices_a_hang_too(tmp_path: Path, gate: Gate) -> Non
 
 def test_h6b_one_that_returns_is_not_in_use_while_another_call_hangs(tmp_path: Path) -> None:
     clock = ManualClock()
-    inside = Inside(2, THREADS, clock)
-    with inside.visit(0):
+    inside = CallsInProgress(2, THREADS, clock)
+    with inside.enter(0):
         clock.advance(HUNG_S - 1)
-        with inside.visit(0):
+        with inside.enter(0):
             clock.advance(1.0)
-            assert inside.look() == ([0], 2)
+            assert inside.hanging() == ([0], 2)
         assert inside.hangs(0)
-        assert inside.look() == ([0], 1)
-    assert inside.look() == ([], 0)
+        assert inside.hanging() == ([0], 1)
+    assert inside.hanging() == ([], 0)
 
 
 def test_when_all_hang_the_store_fails_at_once_and_owns_up_to_it(
@@ -202,19 +202,19 @@ def test_when_all_hang_the_store_fails_at_once_and_owns_up_to_it(
 
 def test_hangs_that_leave_no_thread_are_the_tiers(tmp_path: Path) -> None:
     clock = ManualClock()
-    inside = Inside(3, 2, clock)
-    with inside.visit(0):
+    inside = CallsInProgress(3, 2, clock)
+    with inside.enter(0):
         clock.advance(HUNG_S)
-        assert inside.look() == ([0], 1)
-        with inside.visit(1):
+        assert inside.hanging() == ([0], 1)
+        with inside.enter(1):
             clock.advance(HUNG_S)
-            assert inside.look() == ([0, 1], 0)
+            assert inside.hanging() == ([0, 1], 0)
 
 
 def test_without_a_number_of_threads_as_many_go_in_as_come() -> None:
-    inside = Inside(2, None, ManualClock())
-    with inside.visit(0), inside.visit(0), inside.visit(0), inside.visit(1):
-        assert inside.look() == ([], 0)
+    inside = CallsInProgress(2, None, ManualClock())
+    with inside.enter(0), inside.enter(0), inside.enter(0), inside.enter(1):
+        assert inside.hanging() == ([], 0)
 
 
 def test_a_full_directory_is_waited_for_not_given_up(tmp_path: Path, gate: Gate) -> None:

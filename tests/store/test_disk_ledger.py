@@ -17,8 +17,9 @@ import pytest
 from kvstow.backends.disk import files, quarantine, room
 from kvstow.backends.disk import mount as mounts
 from kvstow.backends.disk.ledger import PAGE_BYTES, LedgerGone
+from kvstow.backends.disk.maintenance import REAP_EVERY_S, SCAN_AGAIN_S
 from kvstow.backends.disk.mount import attach
-from kvstow.backends.disk.store import REAP_EVERY_S, SCAN_AGAIN_S, DiskStore
+from kvstow.backends.disk.store import DiskStore
 from kvstow.cli.data_directory import DataDirectory
 from kvstow.errors import StoreUnavailable
 from kvstow.testing.manual import ManualClock
@@ -62,7 +63,7 @@ def test_i1_removals_that_another_count_has_noticed_are_not_taken_off_again(tmp_
 def test_i1_removals_behind_the_back_of_a_count_stay_until_the_next(tmp_path: Path) -> None:
     one, other = pair(tmp_path)
     mount = attach(str(tmp_path))
-    before = mount.ledger.look()
+    before = mount.ledger.report()
     there = counted(other)
     one.delete([make_key(i) for i in range(10)])
     mount.ledger.reconcile(before, there)
@@ -240,7 +241,7 @@ def test_i3_what_is_removed_under_a_live_store_is_made_anew(tmp_path: Path, dire
     (shutil.rmtree if path.is_dir() else os.unlink)(path)
     with suppress(StoreUnavailable):
         put(store, make_key(1), 1)
-    store.tend()
+    store.maintain()
     assert put(store, make_key(2), 2)
     store.quarantine([make_key(2)])
     assert not holds(store, make_key(2), 2)
@@ -260,13 +261,13 @@ def test_what_a_killed_process_held_is_counted_soon(tmp_path: Path) -> None:
     clock = ManualClock()
     store = disk(tmp_path, size_bytes=SIZE, clock=clock)
     assert all(put(store, make_key(i), i) for i in range(5))
-    store.tend()
+    store.maintain()
     die(tmp_path)
     assert used(store) >= on_disk(tmp_path) + 2 * CHUNK
     clock.advance(REAP_EVERY_S)
-    store.tend()
+    store.maintain()
     clock.advance(SCAN_AGAIN_S)
-    store.tend()
+    store.maintain()
     assert used(store) == on_disk(tmp_path)
     store.close()
 

@@ -51,7 +51,7 @@ class Two:
 
     def recover(self) -> None:
         self.clock.advance(RETRY_S)
-        self.store.tend()
+        self.store.maintain()
 
 
 def detach(path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_mount_that_vanishes_costs_its_own_chunks_and_comes_back(
     with remounted(tmp_path / "mount") as (path, keeper):
         two = Two(tmp_path, path)
         detach(path)
-        two.store.tend()  # notices that the path leads elsewhere
+        two.store.maintain()  # notices that the path leads elsewhere
         expected = [i in two.staying for i in MANY]
         with caplog.at_level(logging.WARNING, "kvstow"):
             for _ in range(5):
@@ -90,7 +90,7 @@ def test_a_mount_that_vanishes_costs_its_own_chunks_and_comes_back(
         two.recover()
         assert two.store.paths_down() == 1, "it is not back"
         assert os.system(f"mount --bind {keeper} {path}") == 0
-        two.store.tend()
+        two.store.maintain()
         assert two.store.paths_down() == 1, "not tried again so soon"
         with caplog.at_level(logging.WARNING, "kvstow"):
             two.recover()
@@ -113,7 +113,7 @@ def moved(tmp_path: Path) -> tuple[Two, Path]:
     away = tmp_path / "away"
     two.paths[1].rename(away)
     two.paths[1].write_text("in the way")
-    two.store.tend()
+    two.store.maintain()
     return two, away
 
 
@@ -150,11 +150,11 @@ def test_a_full_directory_is_in_use_again_when_it_has_room_for_a_chunk_not_befor
         assert store.paths_down() == 1
         for _ in range(3):
             clock.advance(RETRY_S)
-            store.tend()
+            store.maintain()
             assert store.paths_down() == 1, "half a chunk's room is not enough"
         filler.unlink()
         clock.advance(RETRY_S)
-        store.tend()
+        store.maintain()
         assert store.paths_down() == 0
         assert put(store, make_key(theirs[0]), 0)
         store.close()
@@ -180,7 +180,7 @@ def test_when_none_works_the_store_fails_and_its_breaker_sees_it(moved: tuple[Tw
     two, away = moved
     two.paths[0].rename(two.paths[0].with_name("also away"))
     two.paths[0].write_text("in the way")
-    two.store.tend()
+    two.store.maintain()
     with pytest.raises(StoreUnavailable):
         two.store.contains([make_key(2000 + i) for i in MANY])
     assert two.store.paths_down() == 2
@@ -197,7 +197,7 @@ def test_a_store_pinned_to_a_directory_that_dies_fails_as_a_whole(tmp_path: Path
     put(two, make_key(0), 0)
     (tmp_path / "b").rename(tmp_path / "away")
     (tmp_path / "b").write_text("in the way")
-    two.tend()
+    two.maintain()
     for _ in range(2 * MAX_FAILURES):
         with pytest.raises(StoreUnavailable):
             two.read([(make_key(0), memoryview(bytearray(CHUNK)))])
@@ -219,7 +219,7 @@ def test_the_tier_serves_on_with_a_dead_path_and_its_breaker_stays_closed(tmp_pa
     assert 0 < len(alive) < len(MANY)
     (tmp_path / "b").rename(tmp_path / "away")
     (tmp_path / "b").write_text("in the way")
-    store.tend()
+    store.maintain()
     rig.engine.reset()
     for number, i in enumerate([*MANY] * 3):
         rig.fetch(f"r{number}", i)

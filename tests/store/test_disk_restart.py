@@ -14,10 +14,10 @@ import pytest
 from kvstow.backends.base import REJECTED
 from kvstow.backends.disk import ledger, names
 from kvstow.backends.disk.index import ChunkFile
+from kvstow.backends.disk.maintenance import SCAN_EVERY_S
 from kvstow.backends.disk.mount import attach
 from kvstow.backends.disk.room import VolumeLimits
-from kvstow.backends.disk.store import SCAN_EVERY_S
-from kvstow.backends.disk.volume import Volume
+from kvstow.backends.disk.volume import DiskVolume
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.testing.manual import ManualClock
@@ -65,7 +65,7 @@ def test_what_is_there_is_told_once_of_each_directory(
     store = disk(*paths, clock=clock, size_bytes=64 * MIB)
     for _ in range(3):
         clock.advance(SCAN_EVERY_S)
-        store.tend()
+        store.maintain()
     for path, message in zip(paths, caplog.messages, strict=True):
         chunks = len(list(path.rglob("*.kv")))
         assert message.startswith(f"Disk tier: {path} held {chunks} chunks (")
@@ -77,7 +77,7 @@ def test_what_the_scan_has_not_reached_is_served_meanwhile(tmp_path: Path) -> No
     store = disk(tmp_path)
     for i, key in enumerate(KEYS):
         put(store, key, i)
-    volume = Volume(
+    volume = DiskVolume(
         str(tmp_path),
         VolumeLimits(64 * MIB),
         _Order(),
@@ -237,7 +237,7 @@ def test_a_bare_mount_point_is_not_taken_for_the_directory(tmp_path: Path) -> No
     with tmpfs(tmp_path / "m", "8m") as path:
         before = attach(str(path))
     with pytest.raises(StoreUnavailable, match="another filesystem"):
-        attach(str(tmp_path / "m"), again=before)
+        attach(str(tmp_path / "m"), previous=before)
     assert not any((tmp_path / "m").iterdir())
 
 
@@ -285,7 +285,7 @@ def _wait(condition: object) -> bool:
 
 def test_too_many_processes_are_refused_by_name(tmp_path: Path) -> None:
     mount = attach(str(tmp_path))
-    with mount.ledger.book() as book:
+    with mount.ledger.page() as book:
         for i in range(ledger.MAX_PROCESSES):
             book.reserved[i.to_bytes(16, "big")] = 0
             if len(book.reserved) == ledger.MAX_PROCESSES:
@@ -308,14 +308,14 @@ def test_a_closed_store_leaves_no_trace_of_itself(tmp_path: Path) -> None:
 def test_background_work_that_ends_by_an_unforeseen_error_is_logged_counted_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, work: str
 ) -> None:
-    monkeypatch.setattr("kvstow.backends.disk.store.RESTART_S", 0.01)
-    monkeypatch.setattr("kvstow.backends.disk.store.TICK_S", 0.01)
-    monkeypatch.setattr("kvstow.backends.disk.store.REAP_EVERY_S", 0.0)
-    real = getattr(Volume, work)
+    monkeypatch.setattr("kvstow.backends.disk.maintenance.RESTART_S", 0.01)
+    monkeypatch.setattr("kvstow.backends.disk.maintenance.TICK_S", 0.01)
+    monkeypatch.setattr("kvstow.backends.disk.maintenance.REAP_EVERY_S", 0.0)
+    real = getattr(DiskVolume, work)
     failures = 2
     went_on = threading.Event()
 
-    def flawed(self: Volume, *arguments: object) -> object:
+    def flawed(self: DiskVolume, *arguments: object) -> object:
         nonlocal failures
         if failures:
             failures -= 1
@@ -324,7 +324,7 @@ def test_background_work_that_ends_by_an_unforeseen_error_is_logged_counted_and_
         return real(self, *arguments)
 
     store = disk(tmp_path)
-    monkeypatch.setattr(Volume, work, flawed)
+    monkeypatch.setattr(DiskVolume, work, flawed)
     with caplog.at_level(logging.ERROR, "kvstow"):
         executor = ThreadExecutor("maintenance")
         store.start(executor)
@@ -353,7 +353,7 @@ def test_background_work_that_the_directory_refuses_is_logged_once(
     with caplog.at_level(logging.WARNING, "kvstow"), monkeypatch.context() as patch:
         patch.setattr("kvstow.backends.disk.volume.scan", refuse)
         for _ in range(3):
-            store.tend()
+            store.maintain()
     assert [r.getMessage() for r in caplog.records] == [
         f"Background work in {tmp_path} failed (more failures of this kind are not logged): "
         f"scanning in {tmp_path}: [Errno 5] broken"

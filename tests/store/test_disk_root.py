@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from kvstow import build
 from kvstow.backends.disk import DiskStore, names
 from kvstow.backends.disk.remove import KEPT_EMPTY_S
-from kvstow.backends.disk.volume import Volume
+from kvstow.backends.disk.volume import DiskVolume
 from kvstow.cli import app
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.key import ChunkKey, Namespace
@@ -174,14 +174,14 @@ def test_c3_of_two_that_start_at_once_never_both_serve(tmp_path: Path) -> None:
 def test_c3_who_meets_a_rival_after_announcing_itself_takes_that_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, beside = Volume.introduce, A.store(tmp_path)
+    real, beside = DiskVolume.introduce, A.store(tmp_path)
 
-    def both(volume: Volume, namespace: bytes, root: str) -> Any:
+    def both(volume: DiskVolume, namespace: bytes, root: str) -> Any:
         real(beside._volumes[0], A.namespace, A.root)
         return real(volume, namespace, root)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Volume, "introduce", both)
+        patched.setattr(DiskVolume, "introduce", both)
         assert not B.runs(tmp_path)
     assert A.runs(tmp_path)
     beside.close()
@@ -371,11 +371,15 @@ def test_c3_a_directory_that_fails_hides_no_rival_in_another(
     fails: int,
 ) -> None:
     paths = tmp_path / "0", tmp_path / "1"
-    beside, real, introduce = A.store(paths[1 - fails]), getattr(Volume, what), Volume.introduce
+    beside, real, introduce = (
+        A.store(paths[1 - fails]),
+        getattr(DiskVolume, what),
+        DiskVolume.introduce,
+    )
     if what == "rivals":
         beside.introduce(A.namespace, A.root)
 
-    def failing(volume: Volume, namespace: bytes, root: str) -> Any:
+    def failing(volume: DiskVolume, namespace: bytes, root: str) -> Any:
         if what == "introduce":  # they start at once
             introduce(beside._volumes[0], A.namespace, A.root)
         if volume.path == str(paths[fails]):
@@ -383,7 +387,7 @@ def test_c3_a_directory_that_fails_hides_no_rival_in_another(
         return real(volume, namespace, root)
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "kvstow"):
-        patched.setattr(Volume, what, failing)
+        patched.setattr(DiskVolume, what, failing)
         assert not B.runs(*paths)
     assert caplog.text.count("broken") == 1
     assert not any((path / B.namespace.hex()).exists() for path in paths)

@@ -14,19 +14,26 @@ from typing import Any, Final
 from kvstow.backends.disk import names
 from kvstow.backends.disk.check import Check
 from kvstow.backends.disk.files import Fd
-from kvstow.backends.disk.ledger import Ledger, peek
-from kvstow.backends.disk.mount import Mount, alive, attach, free_bytes, reap, unit_bytes
+from kvstow.backends.disk.ledger import Ledger, read_page
+from kvstow.backends.disk.mount import MountedDirectory, alive, attach, free_bytes, reap, unit_bytes
 from kvstow.backends.disk.quarantine import quarantine, shrink
-from kvstow.backends.disk.remove import awaited, remove_chunk, remove_empty_namespace
-from kvstow.backends.disk.scan import Count, about, family, list_directory, namespaces, scan
-from kvstow.backends.disk.scrub import Verified, chunks_after, digest_in, verify
+from kvstow.backends.disk.remove import expects_chunks, remove_chunk, remove_empty_namespace
+from kvstow.backends.disk.scan import (
+    ScanResult,
+    base_namespace,
+    list_directory,
+    namespaces,
+    read_namespace_json,
+    scan,
+)
+from kvstow.backends.disk.scrub import VerifyResult, chunks_after, digest_in, verify
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.runtime import SystemClock
 
 _NOT_OURS: Final = {"lost+found"}  # what a new filesystem has
 
 
-class Unused(StoreRefused):
+class EmptyDirectory(StoreRefused):
     """An empty directory: of a tier, perhaps, that has not been started yet."""
 
 
@@ -36,7 +43,7 @@ class Usage:
     are those that live."""
 
     path: str
-    counted: Count
+    counted: ScanResult
     ledger_bytes: int | None
     processes: int
     free_bytes: int
@@ -46,12 +53,12 @@ class View:
     """One data directory, only looked at: nothing in it is made or changed."""
 
     def __init__(self, path: str) -> None:
-        """Raises ``StoreRefused`` for a directory that no disk tier has used, ``Unused`` for an empty one."""
+        """Raises ``StoreRefused`` for a directory that no disk tier has used, ``EmptyDirectory`` for an empty one."""
         self.path = path
         with _faults("opening", path, "read"):
             self._check()
             self.root = Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            peek(self.root)  # what can't be read is said now, and not of some file below
+            read_page(self.root)  # what can't be read is said now, and not of some file below
             self.ledger = Ledger(self.root, b"", unit_bytes(self.root))
 
     def _check(self) -> None:
@@ -66,7 +73,7 @@ class View:
                 f"{self.path} holds no kvstow chunks: it is not a directory"
             ) from error
         if listing <= _NOT_OURS:
-            raise Unused(
+            raise EmptyDirectory(
                 f"{self.path}: nothing is stored there yet (if that is a mount point: is its disk mounted?)"
             )
         if names.LEDGER not in listing:
@@ -77,23 +84,23 @@ class View:
         with _faults("counting", self.path, "read"):
             count = scan(self.root, self.ledger, lambda _, __: None, stop=threading.Event())
             assert count is not None, "nobody stopped it"
-            book = peek(self.root)
-            processes = sum(alive(self.root, token.hex()) for token in book.reserved) if book else 0
+            page = read_page(self.root)
+            processes = sum(alive(self.root, token.hex()) for token in page.reserved) if page else 0
             return Usage(
                 self.path,
                 count,
-                book.used_bytes if book else None,
+                page.used_bytes if page else None,
                 processes,
                 free_bytes(self.root),
             )
 
     def about(self, namespace: str) -> Mapping[str, Any]:
         """What ``namespace.json`` says; empty where it can't be read."""
-        return about(self.root, namespace)
+        return read_namespace_json(self.root, namespace)
 
-    def family(self, namespace: str) -> str:
+    def base_namespace(self, namespace: str) -> str:
         """The namespace that it is inside of, or itself."""
-        return family(namespace, self.about(namespace))
+        return base_namespace(namespace, self.about(namespace))
 
     def namespaces(self) -> list[str]:
         with _faults("listing", self.path, "read"):
@@ -107,7 +114,7 @@ class DataDirectory(View):
         """Raises what ``View`` does: no directory is made."""
         super().__init__(path)
         with _faults("opening", path, "written"):
-            self._mount: Mount = attach(path)
+            self._mount: MountedDirectory = attach(path)
         self.root = self._mount.root
         self.ledger = self._mount.ledger
         if self._mount.took_over:
@@ -117,14 +124,14 @@ class DataDirectory(View):
         self._mount.detach()
 
     def usage(self) -> Usage:
-        """Count everything, this process too; the ledger is brought in line with it after that."""
+        """Count everything, and bring the ledger in line with the count."""
         with _faults("counting", self.path, "read"):
-            before = self.ledger.look()
+            before = self.ledger.report()
             usage = super().usage()
             self.ledger.reconcile(before, usage.counted.bytes)
             return usage
 
-    def verify(self, check: Check, *, set_aside: bool) -> Iterator[Verified]:
+    def verify(self, check: Check, *, set_aside: bool) -> Iterator[VerifyResult]:
         """Every chunk, checked. Bad ones are moved to the quarantine if asked for."""
         with _faults("verifying", self.path, "read"):
             for path in chunks_after(self._mount.root, ""):
@@ -135,13 +142,13 @@ class DataDirectory(View):
                     quarantine(self._mount, path, result.digest, "corrupt", 1 << 62)
                 yield result
 
-    def _verify(self, path: str, check: Check) -> Verified | None:
+    def _verify(self, path: str, check: Check) -> VerifyResult | None:
         """A file that gives an error is bad, if the directory can be read. Raises ``OSError`` if it can't."""
         try:
             return verify(self._mount, path, check)
         except OSError:
             self._mount.check_readable()
-            return Verified(bytes.fromhex(path[:64]), digest_in(path), good=False, read_bytes=0)
+            return VerifyResult(bytes.fromhex(path[:64]), digest_in(path), good=False, read_bytes=0)
 
     def remove(self, chosen: Callable[[str, float], bool]) -> tuple[int, int]:
         """Remove the chunks of which ``chosen(namespace, last use)`` is true. Returns how many, and their bytes.
@@ -165,7 +172,9 @@ class DataDirectory(View):
         with _faults("removing chunks in", self.path, "written"):
             count = scan(self._mount.root, self._mount.ledger, found, stop=threading.Event())
             for name in (one.name for one in (count.namespaces if count else [])):
-                if chosen(name, math.inf) or not awaited(self._mount, name, SystemClock().wall()):
+                if chosen(name, math.inf) or not expects_chunks(
+                    self._mount, name, SystemClock().wall()
+                ):
                     remove_empty_namespace(self._mount, name)
         return removed, freed
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, TypeVar
 import typer
 
 from kvstow.backends.disk import frame_check
-from kvstow.backends.disk.scan import Namespace
-from kvstow.cli.data_directory import DataDirectory, Unused, Usage, View
+from kvstow.backends.disk.scan import NamespaceUsage
+from kvstow.cli.data_directory import DataDirectory, EmptyDirectory, Usage, View
 from kvstow.cli.output import PIPED_COLUMNS, measured, printable
 from kvstow.errors import SettingsError, StoreError
 from kvstow.runtime import SystemClock
@@ -252,7 +252,7 @@ def _directories(path: Sequence[str] | None) -> Iterator[list[DataDirectory]]:
         for one in _paths(path):
             try:
                 opened.append(stack.enter_context(closing(DataDirectory(one))))
-            except Unused as error:
+            except EmptyDirectory as error:
                 _say(str(error))
         yield opened
 
@@ -266,7 +266,7 @@ def _each(
         try:
             view = View(one)
             looked.append((view, look(view)))
-        except Unused as error:
+        except EmptyDirectory as error:
             _say(str(error))
         except StoreError as error:
             _say(f"kvstow: {error}")
@@ -277,14 +277,16 @@ def _each(
 def _inside(directory: DataDirectory, one: str | None) -> Callable[[str, float], bool]:
     """What chooses a namespace and those inside it; None: all."""
     chosen = {
-        name for name in directory.namespaces() if one in (None, name, directory.family(name))
+        name
+        for name in directory.namespaces()
+        if one in (None, name, directory.base_namespace(name))
     }
     return lambda name, _: name in chosen
 
 
 def _one_namespace(directories: Sequence[DataDirectory], prefix: str) -> str:
     known = {
-        (name, directory.family(name))
+        (name, directory.base_namespace(name))
         for directory in directories
         for name in directory.namespaces()
     }
@@ -332,7 +334,7 @@ def _model(about: Mapping[str, Any]) -> str:
     )
 
 
-def _namespace_row(directory: View, found: Namespace, now: float) -> dict[str, Any]:
+def _namespace_row(directory: View, found: NamespaceUsage, now: float) -> dict[str, Any]:
     about = directory.about(found.name)
     return {
         "path": directory.path,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstow.backends.disk import names
-from kvstow.backends.disk.index import TOUCH_S, ChunkFile, Index
-from kvstow.backends.disk.ledger import MAX_PROCESSES, PAGE_BYTES, Book
+from kvstow.backends.disk.index import TOUCH_S, ChunkFile, ChunkIndex
+from kvstow.backends.disk.ledger import MAX_PROCESSES, PAGE_BYTES, LedgerPage
 from kvstow.pool.policy.lru import LRU
 from kvstow.pool.policy.s3fifo import S3FIFO
 
@@ -18,7 +18,7 @@ def digest(i: int) -> bytes:
     return i.to_bytes(32, "big")
 
 
-def victims(index: Index) -> list[int]:
+def victims(index: ChunkIndex) -> list[int]:
     order = []
     while (victim := index.victim()) is not None:
         assert victim[0] == NAMESPACE
@@ -29,7 +29,7 @@ def victims(index: Index) -> list[int]:
 @pytest.mark.parametrize("published", [None, 0, 123_456_789, 1 << 62])
 @pytest.mark.parametrize("processes", [0, 1, 4, MAX_PROCESSES])
 def test_a_page_is_read_as_it_was_written(published: int | None, processes: int) -> None:
-    book = Book(
+    book = LedgerPage(
         b"i" * 16,
         published,
         7,
@@ -39,26 +39,26 @@ def test_a_page_is_read_as_it_was_written(published: int | None, processes: int)
     )
     page = book.pack()
     assert len(page) == PAGE_BYTES
-    assert Book.unpack(page) == book
+    assert LedgerPage.unpack(page) == book
 
 
 def test_a_page_that_is_not_whole_is_none() -> None:
-    page = Book(b"i" * 16, 5, 0, 0, dict.fromkeys(TOKENS, 9)).pack()
+    page = LedgerPage(b"i" * 16, 5, 0, 0, dict.fromkeys(TOKENS, 9)).pack()
     for at in (0, 7, 8, 12, 20, 40, 70, 4095):
-        assert Book.unpack(page[:at] + bytes([page[at] ^ 1]) + page[at + 1 :]) is None
-    assert Book.unpack(page[:-1]) is None
-    assert Book.unpack(b"") is None
+        assert LedgerPage.unpack(page[:at] + bytes([page[at] ^ 1]) + page[at + 1 :]) is None
+    assert LedgerPage.unpack(page[:-1]) is None
+    assert LedgerPage.unpack(b"") is None
 
 
 def test_used_is_published_and_reserved_and_unknown_stays_unknown() -> None:
-    book = Book(b"i" * 16, 100, reserved={TOKENS[0]: 30, TOKENS[1]: 5})
+    book = LedgerPage(b"i" * 16, 100, reserved={TOKENS[0]: 30, TOKENS[1]: 5})
     assert book.used_bytes == 135
     book.add(10)
     book.remove(60)
     assert (book.published_bytes, book.added_bytes, book.removed_bytes) == (50, 10, 60)
     book.remove(1000)
     assert book.published_bytes == 0
-    unknown = Book(b"i" * 16)
+    unknown = LedgerPage(b"i" * 16)
     unknown.add(10)
     unknown.remove(4)
     assert unknown.used_bytes is None
@@ -66,7 +66,7 @@ def test_used_is_published_and_reserved_and_unknown_stays_unknown() -> None:
 
 
 def test_a_first_scan_brings_all_in_order_of_last_use() -> None:
-    index = Index(LRU())
+    index = ChunkIndex(LRU())
     index.add(NAMESPACE, [ChunkFile(digest(8), 1, 800.0)])  # found by a request, before the scan
     index.begin_scan()
     index.add(NAMESPACE, [ChunkFile(digest(i), 1, i * 100.0) for i in (3, 1, 8, 2)])
@@ -78,7 +78,7 @@ def test_a_first_scan_brings_all_in_order_of_last_use() -> None:
 
 
 def test_a_later_scan_keeps_the_order_of_use_and_forgets_what_is_gone() -> None:
-    index = Index(LRU())
+    index = ChunkIndex(LRU())
     index.begin_scan()
     index.add(NAMESPACE, [ChunkFile(digest(i), 1, i * 100.0) for i in range(5)])
     index.end_scan()
@@ -91,7 +91,7 @@ def test_a_later_scan_keeps_the_order_of_use_and_forgets_what_is_gone() -> None:
 
 
 def test_recency_is_renewed_on_disk_at_most_once_a_minute() -> None:
-    index = Index(LRU())
+    index = ChunkIndex(LRU())
     index.add(NAMESPACE, [ChunkFile(digest(1), 1, 1000.0)])
     assert [
         index.touch(digest(1), 1000.0 + dt) for dt in (1, TOUCH_S, TOUCH_S + 1, 2 * TOUCH_S)
@@ -106,7 +106,7 @@ def test_recency_is_renewed_on_disk_at_most_once_a_minute() -> None:
 
 def test_what_is_dropped_is_no_victim() -> None:
     for order in (LRU(), S3FIFO()):
-        index = Index(order)
+        index = ChunkIndex(order)
         index.add(NAMESPACE, [ChunkFile(digest(i), 1, 0.0) for i in range(3)])
         index.drop(digest(1))
         index.drop(digest(7))
@@ -120,7 +120,7 @@ def test_paths_are_made_of_digests() -> None:
 
 
 def test_a_file_that_is_being_removed_is_not_added_again() -> None:
-    index = Index(LRU())
+    index = ChunkIndex(LRU())
     index.add(NAMESPACE, [ChunkFile(digest(1), 1, 0.0)])
     with index.look() as look:
         assert index.victim() == (NAMESPACE, digest(1), 1)
@@ -135,7 +135,7 @@ def test_a_file_that_is_being_removed_is_not_added_again() -> None:
 
 
 def test_what_is_known_is_counted_once_whoever_removes_it() -> None:
-    index = Index(LRU())
+    index = ChunkIndex(LRU())
     index.add(NAMESPACE, [ChunkFile(digest(1), 7, 0.0)])
     assert index.begin_removal(digest(1)) == 7
     assert index.begin_removal(digest(1)) is None

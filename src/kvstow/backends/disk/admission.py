@@ -1,4 +1,4 @@
-"""What may be written at all."""
+"""Admission: which chunks are written at all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ REMEMBERED: Final = 200_000  # keys seen once; about 100 bytes each
 
 
 class SecondSight:
-    """Admits a key the second time that it is offered: what is used once never wears the disk.
+    """Admits a key the second time that it is offered, so that chunks used once never wear the disk. Thread-safe.
 
-    It remembers the last ``remembered`` keys seen once, by eight bytes of their digest: a false match admits a
-    chunk early, nothing worse.
+    It remembers the last ``remembered`` keys that were offered once, by eight bytes of their digest. A false match
+    admits a chunk early.
     """
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
@@ -22,6 +22,7 @@ class SecondSight:
         self._lock = threading.Lock()
 
     def __call__(self, digest: bytes) -> bool:
+        """Whether the chunk with this digest may be written now."""
         short = digest[:8]
         with self._lock:
             if short in self._seen:

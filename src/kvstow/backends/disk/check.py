@@ -1,4 +1,7 @@
-"""Whether a file holds a whole frame of the key that it is named by, whatever model, layout and codec that is of."""
+"""The check of a chunk's file: does it hold a whole frame of the key that it is named by?
+
+It needs to know neither the model nor the layout nor the codec.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,26 @@ from kvstow.layout import HEADER_BYTES, align_up
 from kvstow.pool.hostmem import private_memory
 
 PIECE_BYTES: Final = 4 << 20  # read at once; one buffer a thread
-MAX_FRAME_BYTES: Final = (
-    4 << 30
-)  # the largest chunk is some 100 times less: whatever is longer is not ours
+MAX_FRAME_BYTES: Final = 4 << 30  # some 100 times the largest chunk: a longer file is not ours
 
-#: Fill the buffer from this offset of the file on; returns how many bytes came.
+#: Fills the buffer with the file's bytes from an offset on; returns how many came.
 Read = Callable[[int, memoryview], int]
-#: Digest of a key, length of a file and its bytes in; out, whether it is a whole frame of that key.
+#: Takes the digest of a key, and the length and the bytes of a file; returns whether it is a whole frame of that key.
 Check = Callable[[bytes, int, Read], bool]
 
 
 def frame_check(integrity_key: bytes | None = None) -> Check:
-    """A check of the scrub's kind. It reads the header page first, and nothing more unless that fits the file."""
-    mine = threading.local()
+    """A check for frames with or without a MAC of ``integrity_key``. Thread-safe, with one buffer a thread.
+
+    It reads the header page first, and no more unless that fits the file. It raises what reading raises.
+    """
+    of_thread = threading.local()
 
     def check(digest: bytes, length: int, read: Read) -> bool:
-        if not hasattr(mine, "buffer"):
-            mine.buffer = private_memory(PIECE_BYTES, "check", at_once=True)
+        if not hasattr(of_thread, "buffer"):
+            of_thread.buffer = private_memory(PIECE_BYTES, "check", at_once=True)
         try:
-            _check(digest, length, read, mine.buffer, integrity_key)
+            _check(digest, length, read, of_thread.buffer, integrity_key)
         except FrameError:
             return False
         return True
@@ -46,7 +50,8 @@ def _check(
         or read(0, buffer[:HEADER_BYTES]) < HEADER_BYTES
     ):
         raise FrameError(f"{length} bytes are no frame")
-    page, payload = bytes(buffer[:HEADER_BYTES]), frame.PayloadChecksum(integrity_key)
+    page = bytes(buffer[:HEADER_BYTES])
+    payload = frame.PayloadChecksum(integrity_key)
     header = frame.parse_header(page)
     if header.key.digest() != digest or header.frame_length != length:
         raise FrameError(

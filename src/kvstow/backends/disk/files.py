@@ -1,4 +1,4 @@
-"""Whole-file reads and writes in few large calls, which release the GIL, direct where alignment allows."""
+"""Reads and writes of whole files, in few large system calls that release the GIL."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from kvstow.layout import ALIGN
 
 IOV_MAX: Final = 1024  # Linux's limit of buffers in a call
 PROBE_BYTES: Final = 2 * ALIGN
-READ_FLAGS: Final = (
-    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-)  # a FIFO must not block the open
+# O_NONBLOCK: a FIFO must not block the open.
+READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 RENAME_NOREPLACE: Final = 1
-_renameat2: Final = getattr(
-    CDLL(None, use_errno=True), "renameat2", None
-)  # in glibc since 2.28; releases the GIL
+# In glibc since 2.28. The call releases the GIL.
+_renameat2: Final = getattr(CDLL(None, use_errno=True), "renameat2", None)
 
 
 class Fd:
-    """An open file, closed when the last user lets go: so a number in use is never closed and given away."""
+    """An open file. It is closed with the last reference, so a number in use is never closed and given away."""
 
     __slots__ = ("number",)
 
@@ -41,10 +39,10 @@ class Fd:
 
 
 def aligned(parts: Sequence[Buffer]) -> bool:
-    """Whether every part may take part in direct I/O: its address and length are multiples of ``ALIGN``.
+    """Whether the address and length of every part are multiples of ``ALIGN``, as direct I/O needs.
 
-    The kernel's own limits are often smaller and differ by device and version; these satisfy all. The address of a
-    read-only buffer can't be seen from here: it counts as not aligned.
+    The kernel's own limits are often smaller, and differ by device and version. The address of a read-only buffer
+    can't be had from Python, so it counts as not aligned.
     """
     for part in parts:
         length = len(part)
@@ -56,12 +54,12 @@ def aligned(parts: Sequence[Buffer]) -> bool:
 
 
 def buffered(fd: int) -> None:
-    """Make an open file's I/O go through the page cache from here on."""
+    """Make an open file's I/O go through the page cache from now on."""
     fcntl.fcntl(fd, fcntl.F_SETFL, 0)
 
 
 def read_all(fd: int, parts: Sequence[Buffer], start: int = 0) -> int:
-    """Fill ``parts`` from byte ``start`` of the file on; returns how many bytes came, fewer only at the file's end."""
+    """Fill ``parts`` with the file's bytes from ``start`` on. Returns how many came: fewer only at the file's end."""
     return _move(os.preadv, fd, parts, start)
 
 
@@ -79,7 +77,7 @@ def _move(
     parts: Sequence[Buffer],
     start: int = 0,
 ) -> int:
-    """Repeat ``call`` until all is moved or nothing moves. Returns the bytes moved."""
+    """Repeat ``call`` until all bytes are moved or none move. Returns how many were moved."""
     left = [part for part in parts if len(part)]
     at = start
     while left and (moved := call(fd, left[:IOV_MAX], at)):
@@ -94,10 +92,15 @@ def _move(
 
 
 def rename_new(root: int, source: str, target: str) -> None:
-    """Give a file a name that nothing has. Raises ``FileExistsError`` or another ``OSError``. In one call where the
-    filesystem and the C library can. Where they can't, a ``source`` that won't go stays until its process is reaped."""
-    arguments = (root, source.encode(), root, target.encode(), RENAME_NOREPLACE)
-    code = _renameat2(*arguments) and get_errno() if _renameat2 else errno.ENOSYS
+    """Rename a file to a name that is not taken. Raises ``FileExistsError`` or another ``OSError``.
+
+    This is one call where the filesystem and the C library have it. Elsewhere it is a link and an unlink; a ``source``
+    that can't be unlinked stays until its process is reaped.
+    """
+    code = errno.ENOSYS
+    if _renameat2 is not None:
+        failed = _renameat2(root, source.encode(), root, target.encode(), RENAME_NOREPLACE)
+        code = get_errno() if failed else 0
     if code in (errno.EINVAL, errno.ENOSYS):
         os.link(source, target, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
         with suppress(OSError):
@@ -107,10 +110,10 @@ def rename_new(root: int, source: str, target: str) -> None:
 
 
 def direct_works(root: int, name: str) -> bool:
-    """Whether the filesystem takes direct I/O: tried with a real aligned write and read of the new file ``name``.
+    """Whether the filesystem takes direct I/O, tried with an aligned write and read of the new file ``name``.
 
-    An ``open`` that succeeds says nothing: some filesystems reject the first write. Other faults than a
-    refusal of direct I/O are raised. The file is left behind for the caller to remove.
+    An ``open`` that succeeds proves nothing, as some filesystems reject the first write. Faults other than a refusal
+    of direct I/O are raised. The caller removes the file.
     """
     page = mmap.mmap(-1, PROBE_BYTES)
     with memoryview(page) as view:

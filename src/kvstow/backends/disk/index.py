@@ -21,7 +21,7 @@ class EvictionOrder(Protocol):
     def victim(self, evictable: Callable[[Any], bool]) -> Any: ...
 
 
-class Entry:
+class ChunkEntry:
     """One chunk's file. ``used_s`` is its last use as its mtime says, ``scan`` the last scan that saw it."""
 
     __slots__ = ("namespace", "scan", "size", "used_s")
@@ -50,7 +50,7 @@ class Look:
         self.removed: set[bytes] = set()
 
 
-class Index:
+class ChunkIndex:
     """Thread-safe; no call does I/O.
 
     A file is removed in three steps: ``victim`` or ``begin_removal`` forgets it, the caller unlinks it, and
@@ -59,7 +59,7 @@ class Index:
 
     def __init__(self, order: EvictionOrder) -> None:
         self._order = order
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, ChunkEntry] = {}
         self._removing: set[bytes] = set()
         self._looks: list[Look] = []
         self._scan = 0
@@ -95,7 +95,7 @@ class Index:
                 if entry is not None:
                     entry.scan = self._scan
                 elif digest not in self._removing and (look is None or digest not in look.removed):
-                    self._entries[digest] = Entry(namespace, size, used_s, self._scan)
+                    self._entries[digest] = ChunkEntry(namespace, size, used_s, self._scan)
                     self._order.insert(digest, size)
 
     def drop(self, digest: bytes) -> None:

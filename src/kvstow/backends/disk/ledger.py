@@ -1,17 +1,21 @@
-"""What a data directory holds, as all processes that share it agree: one page of a file, changed under flock.
+"""How many bytes a data directory holds, as all processes that share it agree: one page of a file.
 
-Bytes are *published* (files, quarantine, directories) or *reserved* by a live process, for what it is writing. A
-process reserves before it creates a file, so their sum is never less than what is on disk, whoever is killed when:
+The page is changed under flock. Bytes are *published* (files, quarantine, directories), or *reserved* by a live
+process for what it is writing. A process reserves before it creates a file, so the sum of both is never less than what
+is on disk, whoever is killed at any moment:
 
-- killed before the file was published: its reservation becomes published bytes of nothing when it is reaped;
-- killed between publishing and saying so: the reservation becomes what was published;
+- killed before its file was published: the reservation is counted as published when the process is reaped;
+- killed after that, and before it reported the file: the reservation was the published file.
 
-and ``reconcile`` takes the surplus away. A process reserves some ahead, and says only when it reserves again what
-became of it, so that most writes don't touch the page at all: to others those bytes stay reserved. Removals are said
-late too. A count may have noticed them by then, so each count that is taken over begins an *epoch*, and what was
-removed in an earlier one is not subtracted any more: what the count had not noticed stays as surplus for the next.
-A page that isn't whole (a machine crash) is started anew as *unknown*: nothing can be reserved until a scan has counted
-what is there.
+A scan takes the surplus away: see ``reconcile``.
+
+A process reserves some bytes ahead, and reports what became of them when it reserves again. So most writes don't touch
+the page; until then those bytes stay reserved for all others. Removals are reported late, too. A scan may have noticed
+them by then, so each scan that is taken over begins an *epoch*, and a removal of an earlier epoch is not subtracted
+any more: what the scan had not noticed stays as surplus until the next.
+
+A page that isn't whole, after a crash of the machine, is started anew as *unknown*: nothing can be reserved until a
+scan has counted what is there.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstow.backends.disk.files import Fd
+from kvstow.backends.disk.files import READ_FLAGS, Fd
 from kvstow.backends.disk.names import FILE_MODE, LEDGER, TOKEN_BYTES
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.layout import align_up
@@ -36,47 +40,47 @@ MAGIC: Final = b"KVSTOWL1"
 PAGE_BYTES: Final = 4096
 MAX_AHEAD_BYTES: Final = 64 << 20  # some 16 chunks
 AHEAD_SHARE: Final = 256
-LOCK_TRIES: Final = (
-    500  # of 2 ms: the lock is held for microseconds, so a second means a holder that is stopped
-)
 LOCK_WAIT_S: Final = 0.002
-_HEAD: Final = struct.Struct(
-    "<8sIHH16sQQQ"
-)  # magic, CRC32 of what follows, processes, epoch, id, Book's counts
-_BODY_AT: Final = 12
+LOCK_TRIES: Final = 500  # the lock is held for microseconds: after a second its holder is stopped
+_HEAD: Final = struct.Struct("<8sIHH16sQQQ")  # magic, CRC32, processes, epoch, id, three counts
+_BODY_AT: Final = 12  # the CRC32 is of all from here on
 _SLOT: Final = struct.Struct(f"<{TOKEN_BYTES}sQ")
 MAX_PROCESSES: Final = (PAGE_BYTES - _HEAD.size) // _SLOT.size
-_EPOCHS: Final = (
-    1 << 16
-)  # then they begin again: nobody keeps a removal to himself for as many counts
+_EPOCHS: Final = 1 << 16  # then they begin again: no process keeps a removal for so many scans
 _UNKNOWN: Final = (1 << 64) - 1
 
 
 @dataclass
-class Book:
-    """The page. ``added_bytes`` and ``removed_bytes`` only grow: they say what happened while someone counted."""
+class LedgerPage:
+    """The page's content.
+
+    ``published_bytes`` is None while it is unknown. ``added_bytes`` and ``removed_bytes`` only grow: they tell a scan
+    what happened meanwhile. ``reserved`` maps each process's token to its bytes; ``epoch`` counts the scans that were
+    taken over.
+    """
 
     id: bytes
-    published_bytes: int | None = None  # None: unknown
+    published_bytes: int | None = None
     added_bytes: int = 0
     removed_bytes: int = 0
-    reserved: dict[bytes, int] = field(default_factory=dict)  # by token, of each process
-    epoch: int = 0  # counts taken over so far
+    reserved: dict[bytes, int] = field(default_factory=dict)
+    epoch: int = 0
 
     @property
     def used_bytes(self) -> int | None:
-        return (
-            None
-            if self.published_bytes is None
-            else self.published_bytes + sum(self.reserved.values())
-        )
+        """Published and reserved bytes together; None while they are unknown."""
+        if self.published_bytes is None:
+            return None
+        return self.published_bytes + sum(self.reserved.values())
 
     def add(self, size: int) -> None:
+        """Count ``size`` bytes as published."""
         self.added_bytes += size
         if self.published_bytes is not None:
             self.published_bytes += size
 
     def remove(self, size: int) -> None:
+        """Count ``size`` published bytes as removed."""
         self.removed_bytes += size
         if self.published_bytes is not None:
             self.published_bytes = max(0, self.published_bytes - size)
@@ -90,90 +94,96 @@ class Book:
         return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
     @classmethod
-    def unpack(cls, page: bytes) -> Book | None:
-        """None: not a whole page of this format."""
-        if len(page) != PAGE_BYTES or page[:8] != MAGIC:
+    def unpack(cls, data: bytes) -> LedgerPage | None:
+        """The content of a page; None if it isn't whole, or not of this format."""
+        if len(data) != PAGE_BYTES or data[:8] != MAGIC:
             return None
-        _, crc, count, epoch, id_, published, added, removed = _HEAD.unpack_from(page)
-        if crc != zlib.crc32(page[_BODY_AT:]) or count > MAX_PROCESSES:
+        _, crc, count, epoch, id_, published, added, removed = _HEAD.unpack_from(data)
+        if crc != zlib.crc32(data[_BODY_AT:]) or count > MAX_PROCESSES:
             return None
-        slots = (_SLOT.unpack_from(page, _HEAD.size + i * _SLOT.size) for i in range(count))
+        slots = (_SLOT.unpack_from(data, _HEAD.size + i * _SLOT.size) for i in range(count))
         return cls(
-            id_, None if published == _UNKNOWN else published, added, removed, dict(slots), epoch
+            id=id_,
+            published_bytes=None if published == _UNKNOWN else published,
+            added_bytes=added,
+            removed_bytes=removed,
+            reserved=dict(slots),
+            epoch=epoch,
         )
 
 
-def peek(root: Fd) -> Book | None:
-    """The page as it is, read without its lock; None: it is not whole. Raises ``OSError``."""
-    file = Fd(
-        os.open(
-            LEDGER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number
-        )
-    )
-    return Book.unpack(os.pread(file.number, PAGE_BYTES, 0))
+def read_page(root: Fd) -> LedgerPage | None:
+    """Read the page of a directory without its lock; None if it isn't whole. Raises ``OSError``."""
+    file = Fd(os.open(LEDGER, READ_FLAGS, dir_fd=root.number))
+    return LedgerPage.unpack(os.pread(file.number, PAGE_BYTES, 0))
 
 
 class LedgerGone(StoreUnavailable):
-    """The file was removed, or replaced, under us: attach again."""
+    """The file was removed, or replaced, under this process: it must attach again."""
 
 
 class Ledger:
     """This process's share in the page. Thread-safe; each call holds the lock for two small system calls.
 
-    The file is opened anew each time: an open file that is written to would keep an operator from making the
-    filesystem read-only, and one that was removed meanwhile would count for nobody.
+    The file is opened anew each time. An open file that is written to would keep an operator from making the
+    filesystem read-only, and one that was removed meanwhile would count for nobody else.
     """
 
     def __init__(self, root: Fd, token: bytes, unit_bytes: int) -> None:
+        """``token`` names this process in the page. Sizes of files are rounded up to ``unit_bytes``."""
         self._root = root
         self._token = token
-        self._unit = unit_bytes
+        self._unit_bytes = unit_bytes
         self._threads = threading.Lock()
         self._pause = threading.Event()
-        self._ahead = 0  # reserved, and not given to any write
-        self._settled = 0  # reserved as far as the page says, and published since
-        self._removed = 0  # published as far as the page says, and removed since
-        self.epoch = 0  # of the page when it was last seen; read it before removing something
+        self._ahead_bytes = 0  # reserved, and not given to any write
+        self._published_bytes = 0  # reserved as the page says, and published since
+        self._removed_bytes = 0  # published as the page says, and removed since
+        self.epoch = 0  # of the page when it was last read; look at it before removing a file
 
     def rounded(self, size: int) -> int:
-        """What a file of ``size`` bytes takes."""
-        return align_up(size, self._unit)
+        """The bytes that a file of ``size`` bytes takes."""
+        return align_up(size, self._unit_bytes)
 
     @contextmanager
-    def book(self, *, fresh: Callable[[], Book] | None = None) -> Iterator[Book]:
-        """The page, to read and change; written back at the end of the block.
+    def page(self, *, new_page: Callable[[], LedgerPage] | None = None) -> Iterator[LedgerPage]:
+        """Lock and read the page for the block, and write it back at its end if it has changed.
 
-        ``fresh`` makes a new one where there is none that is whole.
+        ``new_page`` makes one where there is none that is whole. Raises ``LedgerGone`` and ``StoreUnavailable``.
         """
         if not self._threads.acquire(timeout=LOCK_TRIES * LOCK_WAIT_S):
-            raise StoreUnavailable("the ledger's lock was not to be had")
+            raise StoreUnavailable("another thread holds the ledger's lock")
         file: Fd | None = None
         try:
-            file = self._locked(os.O_CREAT if fresh else 0)
-            page = os.pread(file.number, PAGE_BYTES, 0)
-            book = Book.unpack(page) or (fresh() if fresh else None)
-            if book is None:
+            file = self._open_locked(os.O_CREAT if new_page else 0)
+            data = os.pread(file.number, PAGE_BYTES, 0)
+            page = LedgerPage.unpack(data)
+            if page is None and new_page is not None:
+                page = new_page()
+            if page is None:
                 raise LedgerGone("the ledger is not whole")
-            yield book
-            if (changed := book.pack()) != page:
+            yield page
+            changed = page.pack()
+            if changed != data:
                 self._write(file.number, changed)
         except LedgerGone:
-            self._ahead = 0  # it is not, or no longer, in the page
+            self._ahead_bytes = 0  # it is not, or no longer, in the page
             raise
         finally:
-            file = None  # closing it unlocks, even while somebody keeps the error with its frames
+            file = None  # closing unlocks it, even while somebody keeps the error with its frames
             self._threads.release()
 
     @staticmethod
-    def _write(file: int, page: bytes) -> None:
-        """After a failure what this process holds is written off as published: it attaches under another token."""
+    def _write(file: int, data: bytes) -> None:
+        """Write the page. Raises ``LedgerGone`` if that fails: this process must attach under another token, and what
+        it has reserved is counted as published."""
         try:
-            if os.pwrite(file, page, 0) != PAGE_BYTES:
+            if os.pwrite(file, data, 0) != PAGE_BYTES:
                 raise OSError(errno.EIO, "a page cut short")
         except OSError as error:
             raise LedgerGone(f"the ledger can't be written: {error}") from error
 
-    def _locked(self, flags: int) -> Fd:
+    def _open_locked(self, flags: int) -> Fd:
         flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             file = Fd(os.open(LEDGER, flags, FILE_MODE, dir_fd=self._root.number))
@@ -188,104 +198,118 @@ class Ledger:
                 return file
         raise StoreUnavailable("another process holds the ledger's lock")
 
-    def join(self, fresh: Callable[[], Book]) -> Book:
-        """Take part. Raises ``UnsupportedError`` when too many processes do."""
-        with self.book(fresh=fresh) as book:
-            if len(book.reserved) >= MAX_PROCESSES:
+    def join(self, new_page: Callable[[], LedgerPage]) -> LedgerPage:
+        """Enter this process into the page. Raises ``UnsupportedError`` if too many share the directory."""
+        with self.page(new_page=new_page) as page:
+            if len(page.reserved) >= MAX_PROCESSES:
                 raise UnsupportedError(
                     f"{MAX_PROCESSES} processes share the data directory already, which is the most"
                 )
-            book.reserved.setdefault(self._token, 0)
-        return book
+            page.reserved.setdefault(self._token, 0)
+        return page
 
     def leave(self) -> None:
-        with self.book() as book:
-            self.settle(book)
-            self._ahead = 0
-            book.reserved.pop(self._token, None)
+        """Take this process out of the page, and give back what it has reserved."""
+        with self.page() as page:
+            self.report_to(page)
+            self._ahead_bytes = 0
+            page.reserved.pop(self._token, None)
 
     def reserve(self, size: int, limit_bytes: int) -> int | None:
-        """Reserve what a file of ``size`` bytes takes. 0: done; else the bytes lacking; None: usage is unknown."""
+        """Reserve the bytes of a file of ``size`` bytes, within ``limit_bytes`` of all processes together.
+
+        Returns 0 if they are reserved, else how many bytes are lacking; None if it is unknown how many are used.
+        """
         need = self.rounded(size)
         with self._threads:
-            if need <= self._ahead:
-                self._ahead -= need
+            if need <= self._ahead_bytes:
+                self._ahead_bytes -= need
                 return 0
-        with self.book() as book:
-            self.settle(book)
-            if book.used_bytes is None:
+        with self.page() as page:
+            self.report_to(page)
+            if page.used_bytes is None:
                 return None
-            room = limit_bytes - book.used_bytes + self._ahead
+            room = limit_bytes - page.used_bytes + self._ahead_bytes
             if room < need:
                 return need - room
             taken = min(room, need + self.ahead_bytes(limit_bytes))
-            book.reserved[self._token] += taken - self._ahead
-            self._ahead = taken - need
+            page.reserved[self._token] += taken - self._ahead_bytes
+            self._ahead_bytes = taken - need
             return 0
 
     @staticmethod
     def ahead_bytes(limit_bytes: int) -> int:
-        """How much a process reserves ahead: of all that it keeps from others, a small part."""
+        """The bytes that a process reserves ahead: a small part, because others can't use them."""
         return min(MAX_AHEAD_BYTES, limit_bytes // AHEAD_SHARE)
 
     def publish(self, size: int) -> None:
-        """What was reserved for a file of ``size`` bytes is there now."""
+        """Take note that the file of ``size`` bytes for which bytes were reserved is there."""
         with self._threads:
-            self._settled += self.rounded(size)
+            self._published_bytes += self.rounded(size)
 
     def release(self, size: int) -> None:
-        """What was reserved for a file of ``size`` bytes is not needed."""
+        """Take back what was reserved for a file of ``size`` bytes."""
         with self._threads:
-            self._ahead += self.rounded(size)
+            self._ahead_bytes += self.rounded(size)
 
-    def settle(self, book: Book) -> None:
-        """Bring the page up to date."""
-        if self._token not in book.reserved:
+    def report_to(self, page: LedgerPage) -> None:
+        """Enter what this process has published and removed. Precondition: inside ``page``'s block.
+
+        Raises ``LedgerGone`` if the process is not in the page.
+        """
+        if self._token not in page.reserved:
             raise LedgerGone("this process is not in the ledger")
-        book.reserved[self._token] = max(0, book.reserved[self._token] - self._settled)
-        book.add(self._settled)
-        book.remove(self._removed if self.epoch == book.epoch else 0)
-        self._settled, self._removed, self.epoch = 0, 0, book.epoch
+        left_bytes = page.reserved[self._token] - self._published_bytes
+        page.reserved[self._token] = max(0, left_bytes)
+        page.add(self._published_bytes)
+        if self.epoch == page.epoch:
+            page.remove(self._removed_bytes)
+        self._published_bytes = 0
+        self._removed_bytes = 0
+        self.epoch = page.epoch
 
     def add(self, size: int) -> None:
-        with self.book() as book:
-            book.add(size)
+        """Count ``size`` bytes that were not reserved as published."""
+        with self.page() as page:
+            page.add(size)
 
-    def remove(self, size: int, epoch: int, unsaid_bytes: int = 0) -> None:
-        """So much is there no longer; ``epoch`` is what it was before the first byte went. The page hears of it when
-        more than ``unsaid_bytes`` have gathered, or with what it is told next."""
+    def remove(self, size: int, epoch: int, unreported_bytes: int = 0) -> None:
+        """Count ``size`` bytes as removed; ``epoch`` is what it was before the first of them went.
+
+        They are reported at once if more than ``unreported_bytes`` have gathered, else with the next report.
+        """
         with self._threads:
-            self._removed += size if self.epoch == epoch else 0
-            if self._removed <= unsaid_bytes:
+            if self.epoch == epoch:
+                self._removed_bytes += size
+            if self._removed_bytes <= unreported_bytes:
                 return
-        self.look()
+        self.report()
 
-    def look(self) -> Book:
-        with self.book() as book:
-            self.settle(book)
-        return book
+    def report(self) -> LedgerPage:
+        """Bring the page up to date, and return it."""
+        with self.page() as page:
+            self.report_to(page)
+        return page
 
     @property
     def used_bytes(self) -> int | None:
-        """What is published and being written, what this process has reserved ahead left out."""
-        used = self.look().used_bytes
-        return None if used is None else used - self._ahead
+        """Published bytes and those being written, without what this process has reserved ahead; None: unknown."""
+        used_bytes = self.report().used_bytes
+        return None if used_bytes is None else used_bytes - self._ahead_bytes
 
-    def reconcile(self, before: Book, counted_bytes: int) -> Book:
-        """Take over a count of everything published that began when the page was ``before``.
+    def reconcile(self, before: LedgerPage, counted_bytes: int) -> LedgerPage:
+        """Take over a scan's count of everything published, begun when the page was ``before``.
 
-        What others did meanwhile may or may not be in the count, so the published bytes are only moved into
-        the range that they must be in; of a quiet directory the count itself.
+        What other processes did meanwhile may or may not be in the count, so the published bytes are only moved into
+        the range that they must be in. In a quiet directory that is the count itself.
         """
-        with self.book() as book:
-            self.settle(book)
-            highest = counted_bytes + book.added_bytes - before.added_bytes
-            lowest = (
-                counted_bytes
-                - (book.removed_bytes - before.removed_bytes)
-                - sum(book.reserved.values())
-            )
-            now = highest if book.published_bytes is None else book.published_bytes
-            book.published_bytes = max(0, lowest, min(now, highest))
-            book.epoch = self.epoch = (book.epoch + 1) % _EPOCHS
-        return book
+        with self.page() as page:
+            self.report_to(page)
+            removed_bytes = page.removed_bytes - before.removed_bytes
+            highest = counted_bytes + page.added_bytes - before.added_bytes
+            lowest = counted_bytes - removed_bytes - sum(page.reserved.values())
+            now = highest if page.published_bytes is None else page.published_bytes
+            page.published_bytes = max(0, lowest, min(now, highest))
+            page.epoch = (page.epoch + 1) % _EPOCHS
+            self.epoch = page.epoch
+        return page

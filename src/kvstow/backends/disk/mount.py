@@ -1,7 +1,7 @@
 """A data directory as one process has it open: its root, its lock, its place in the ledger.
 
-Everything is reached from the root's descriptor. When a filesystem vanishes from its mount point, nothing is
-written to what lies below it.
+All paths are relative to the root's descriptor. When a filesystem vanishes from its mount point, nothing is written to
+the directory below.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from typing import Final
 
 from kvstow.backends.disk import names
 from kvstow.backends.disk.files import CREATE_FLAGS, READ_FLAGS, Fd, direct_works
-from kvstow.backends.disk.ledger import PAGE_BYTES, Book, Ledger, peek
+from kvstow.backends.disk.ledger import PAGE_BYTES, Ledger, LedgerPage, read_page
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.layout import ALIGN
 
-MAX_UNIT_BYTES: Final = (
-    1 << 20
-)  # filesystems that report more as their block size still allocate less
+MAX_UNIT_BYTES: Final = 1 << 20  # filesystems that report larger blocks still allocate smaller ones
 MAX_ATTEMPTS: Final = 20  # to make a lock file while others take it for a dead process's
 _NO_LOCKS: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
-class Mount:
-    """Made by ``attach``. ``identity`` is the root's device and inode; ``owner`` the user id that our files get."""
+class MountedDirectory:
+    """A directory that ``attach`` has opened.
+
+    ``identity`` is the root's device and inode, ``owner`` the user id that our files get, ``token`` the name of this
+    process in the directory. ``took_over``: there were dead processes, whose reservations are counted as published.
+    """
 
     path: str
     root: Fd
@@ -46,27 +48,26 @@ class Mount:
     lock: Fd
     ledger: Ledger
     ledger_id: bytes
-    took_over: bool = False  # from processes that were dead when this one attached
-    serials: Iterator[int] = field(
-        default_factory=partial(count, 3)
-    )  # before are the lock's name, the probe's
+    took_over: bool = False
+    serials: Iterator[int] = field(default_factory=partial(count, 3))  # 0 to 2: lock and probe
 
     def temporary(self) -> str:
-        """A new path of our own, on the same filesystem."""
+        """A new path for a file of this process, on the same filesystem."""
         return f"{names.TMP}/{self.tag()}"
 
     def tag(self) -> str:
+        """A new name that no other process makes."""
         return f"{self.token}-{next(self.serials)}"  # one step of ``count`` is atomic
 
     def stat(self, path: str) -> os.stat_result | None:
-        """``lstat`` of a path below the root; None: nothing is there."""
+        """``lstat`` of a path below the root; None if nothing is there. Raises ``OSError``."""
         try:
             return os.stat(path, dir_fd=self.root.number, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def make_directories(self, path: str) -> int:
-        """Make the directories above a chunk's file. Returns how many are new."""
+        """Make the directories above ``path``. Returns how many are new."""
         parts = path.split("/")[:-1]
         return sum(_mkdir(self.root, "/".join(parts[: i + 1])) for i in range(len(parts)))
 
@@ -85,7 +86,7 @@ class Mount:
         _probe(self.root, f"{names.TMP}/{self.token}-1", self.direct, room_bytes)
 
     def in_place(self) -> bool:
-        """Whether the path still leads to this directory, and what ``attach`` made is still in it."""
+        """Whether the path still leads to this directory, and the files of ``attach`` are still in it."""
         needed = (names.LEDGER, names.TMP, names.QUARANTINE, names.lock_path(self.token))
         try:
             return _identity(os.stat(self.path)) == self.identity and None not in map(
@@ -101,20 +102,23 @@ class Mount:
             os.unlink(names.lock_path(self.token), dir_fd=self.root.number)
 
 
-def attach(path: str, *, direct: bool = True, again: Mount | None = None) -> Mount:
-    """Open a data directory, make what it lacks, take part in its ledger, clear up after the dead.
+def attach(
+    path: str, *, direct: bool = True, previous: MountedDirectory | None = None
+) -> MountedDirectory:
+    """Open a data directory, make the directories and files that it lacks, and clear up after dead processes.
 
-    ``again`` is what it was before: then a bare mount point is not taken for it. Raises ``OSError``,
-    ``UnsupportedError`` for a filesystem that can't serve, ``StoreUnavailable``.
+    ``direct`` allows direct I/O, where the filesystem has it. ``previous`` is the same directory as this process had it
+    open before: then a bare mount point is not taken for it. Raises ``OSError``, ``StoreUnavailable``, and
+    ``UnsupportedError`` for a filesystem that can't serve.
     """
-    if again is None or _device(os.path.dirname(os.path.abspath(path))) == again.identity[0]:
+    if previous is None or _device(os.path.dirname(os.path.abspath(path))) == previous.identity[0]:
         os.makedirs(path, names.DIR_MODE, exist_ok=True)
     root = Fd(os.open(path, _DIRECTORY))
     identity = _identity(os.fstat(root.number))
     if (
-        again is not None
-        and identity[0] != again.identity[0]
-        and not _has_ledger(root, again.ledger_id)
+        previous is not None
+        and identity[0] != previous.identity[0]
+        and not _has_ledger(root, previous.ledger_id)
     ):
         raise StoreUnavailable(
             f"{path} is another filesystem than before, and the ledger is not on it"
@@ -123,25 +127,28 @@ def attach(path: str, *, direct: bool = True, again: Mount | None = None) -> Mou
         _mkdir(root, directory)
     token = secrets.token_bytes(names.TOKEN_BYTES)
     lock = _take_lock(root, token.hex())
-    ledger, book = _join(root, token)
+    ledger, page = _join(root, token)
     owner, works = _probe(root, f"{names.TMP}/{token.hex()}-1", direct)
-    mount = Mount(path, root, identity, owner, works, token.hex(), lock, ledger, book.id)
+    mount = MountedDirectory(path, root, identity, owner, works, token.hex(), lock, ledger, page.id)
     mount.took_over = reap(mount)
     return mount
 
 
 def free_bytes(root: Fd) -> int:
-    """What the filesystem has left for us."""
+    """The bytes that the filesystem has left for this user."""
     room = os.fstatvfs(root.number)
     return room.f_bavail * room.f_frsize
 
 
-def reap(mount: Mount) -> bool:
-    """Take over the reservations of processes that are dead, and remove their temporary files. True: there were any."""
+def reap(mount: MountedDirectory) -> bool:
+    """Take over the reservations of dead processes, and remove their temporary files.
+
+    Returns whether there were any. Raises ``OSError`` and ``StoreUnavailable``.
+    """
     root = mount.root
-    with mount.ledger.book() as book:
+    with mount.ledger.page() as page:
         locks = {token for name in _list(root, names.RUN) if (token := names.owner_of_lock(name))}
-        slots = {token.hex() for token in book.reserved}
+        slots = {token.hex() for token in page.reserved}
         temporaries = [
             (token, name)
             for name in _list(root, names.TMP)
@@ -153,14 +160,17 @@ def reap(mount: Mount) -> bool:
             if token in dead:
                 _unlink(root, f"{names.TMP}/{name}")
         for token in dead:
-            book.add(book.reserved.pop(bytes.fromhex(token), 0))
+            page.add(page.reserved.pop(bytes.fromhex(token), 0))
             _unlink(root, names.lock_path(token))
-        mount.ledger.settle(book)  # last: whatever fails before leaves the page as it is
+        mount.ledger.report_to(page)  # last: a failure before it leaves the page as it is
     return bool(dead)
 
 
 def _take_lock(root: Fd, token: str) -> Fd:
-    """Locked under another name first: what is called ``<token>.lock`` is locked as long as its process lives."""
+    """Make and lock this process's lock file.
+
+    It is locked under another name first, so that a file called ``<token>.lock`` is locked while its process lives.
+    """
     hidden = f"{names.TMP}/{token}-0"
     for _ in range(MAX_ATTEMPTS):
         try:
@@ -172,9 +182,7 @@ def _take_lock(root: Fd, token: str) -> Fd:
                     f"the filesystem has no file locks, which the size needs: {error}"
                 ) from error
             raise
-        with suppress(
-            FileNotFoundError
-        ):  # reaped by another process, to which it belonged to nobody yet
+        with suppress(FileNotFoundError):  # another process has reaped it, not yet locked
             os.rename(
                 hidden, names.lock_path(token), src_dir_fd=root.number, dst_dir_fd=root.number
             )
@@ -184,7 +192,7 @@ def _take_lock(root: Fd, token: str) -> Fd:
 
 
 def alive(root: Fd, token: str) -> bool:
-    """Whether the process of a token lives."""
+    """Whether the process with this token lives."""
     try:
         return try_lock(root, names.lock_path(token)) is None
     except FileNotFoundError:
@@ -192,8 +200,11 @@ def alive(root: Fd, token: str) -> bool:
 
 
 def try_lock(root: Fd, path: str, flags: int = 0) -> Fd | None:
-    """Open and lock a file; None: another process has it locked. Read-only, so that the filesystem may become so;
-    network filesystems lock only what is open for writing."""
+    """Open and lock a file. Returns None if another process has it locked.
+
+    It is opened read-only, so that the filesystem may be made so, and for writing where that is not enough: network
+    filesystems lock only files that are open for writing.
+    """
     for access in (os.O_RDONLY, os.O_RDWR):
         fd = Fd(
             os.open(
@@ -217,26 +228,30 @@ def try_lock(root: Fd, path: str, flags: int = 0) -> Fd | None:
 
 
 def unit_bytes(root: Fd) -> int:
-    """What a file's size is rounded up to on this filesystem."""
+    """The bytes to a multiple of which a file's size is rounded up on this filesystem."""
     return max(ALIGN, min(MAX_UNIT_BYTES, os.fstatvfs(root.number).f_frsize)) // ALIGN * ALIGN
 
 
-def _join(root: Fd, token: bytes) -> tuple[Ledger, Book]:
+def _join(root: Fd, token: bytes) -> tuple[Ledger, LedgerPage]:
     unit = unit_bytes(root)
 
-    def fresh() -> Book:
-        """Of a directory without chunks it is known what is there."""
+    def fresh() -> LedgerPage:
+        """The usage of a directory without chunks is known."""
         empty = not any(names.is_namespace(name) for name in _list(root, ".")) and not _list(
             root, names.QUARANTINE
         )
-        return Book(secrets.token_bytes(16), unit * len(names.OWN) if empty else None)
+        return LedgerPage(secrets.token_bytes(16), unit * len(names.OWN) if empty else None)
 
     ledger = Ledger(root, token, unit)
     return ledger, ledger.join(fresh)
 
 
 def _probe(root: Fd, name: str, direct: bool, room_bytes: int = 0) -> tuple[int, bool]:
-    """User id that our files get, and whether direct I/O works. Publishing may need hard links: tried as well."""
+    """Try all that the tier needs, with a file of at least ``room_bytes``.
+
+    Returns the user id that our files get, and whether direct I/O works. Hard links are tried as well, because
+    publishing may need them. Raises ``OSError`` and ``UnsupportedError``.
+    """
     link = f"{name[:-1]}2"
     try:
         works = direct and direct_works(root.number, name)
@@ -264,8 +279,8 @@ def _probe(root: Fd, name: str, direct: bool, room_bytes: int = 0) -> tuple[int,
 
 def _has_ledger(root: Fd, id_: bytes) -> bool:
     with suppress(OSError):
-        book = peek(root)
-        return book is not None and book.id == id_
+        page = read_page(root)
+        return page is not None and page.id == id_
     return False
 
 
@@ -281,7 +296,7 @@ def _identity(result: os.stat_result) -> tuple[int, int]:
 
 
 def _mkdir(root: Fd, path: str) -> bool:
-    """Make a directory. False: something of that name is there."""
+    """Make a directory. Returns False if something of that name is there."""
     try:
         os.mkdir(path, names.DIR_MODE, dir_fd=root.number)
     except FileExistsError:
@@ -290,7 +305,7 @@ def _mkdir(root: Fd, path: str) -> bool:
 
 
 def _list(root: Fd, path: str) -> list[str]:
-    """Names in a directory below the root; none if it is not there."""
+    """The names in a directory below the root; none if it is not there."""
     try:
         directory = Fd(os.open(path, _DIRECTORY, dir_fd=root.number))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Names in a data directory. They are made of digests and counters only, never of text from users or models.
+"""The names in a data directory: made of digests and counters, never of text from users or models.
 
 ::
 
@@ -7,11 +7,12 @@
       run/<token>.lock                 held under flock while the process <token> lives
       tmp/<token>-<n>                  being written
       quarantine/<digest>.<why>.<token>-<n>
-      <namespace>/namespace.json       says what the namespace is
+      <namespace>/namespace.json       describes the namespace, for people
       <namespace>/a/b/<digest>.kv      a frame; a and b are the digest's first two hex digits
 
-Two hex digits are 256 directories: a hundred thousand chunks are 400 in each, and listing a directory costs more
-than reading an entry. What matches none of these patterns is not ours: it is never counted, moved or removed.
+Two hex digits make 256 directories, with 400 files in each of a hundred thousand chunks: listing a directory costs
+more than reading an entry. A file that matches none of these patterns is not ours, and is never counted, moved or
+removed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _QUARANTINED: Final = re.compile(r"[0-9a-f]{64}\.[a-z]+\.[0-9a-f]{32}-\d+")
 
 
 def chunk_path(namespace: bytes, digest: bytes) -> str:
-    """Path of a chunk's file, below the data directory."""
+    """The path of a chunk's file, relative to the data directory."""
     name = digest.hex()
     return f"{namespace.hex()}/{name[0]}/{name[1]}/{name}{_SUFFIX}"
 
@@ -58,17 +59,20 @@ def is_namespace(name: str) -> bool:
 
 
 def digest_of(name: str) -> bytes | None:
-    """The digest that a chunk's file is named by; None: not a chunk's name."""
+    """The digest that a chunk's file is named by; None if ``name`` is not a chunk's."""
     return bytes.fromhex(name[:64]) if _CHUNK.fullmatch(name) else None
 
 
 def owner_of_temporary(name: str) -> str | None:
-    """Token of the process that made a temporary file; None: not one of ours."""
-    return match[1] if (match := _TEMPORARY.fullmatch(name)) else None
+    """The token of the process that made a temporary file; None if ``name`` is not such a file's."""
+    match = _TEMPORARY.fullmatch(name)
+    return match[1] if match else None
 
 
 def owner_of_lock(name: str) -> str | None:
-    return match[1] if (match := _LOCK.fullmatch(name)) else None
+    """The token of the process that a lock file belongs to; None if ``name`` is not such a file's."""
+    match = _LOCK.fullmatch(name)
+    return match[1] if match else None
 
 
 def is_quarantined(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Removing chunks and what is left of namespaces, counted once whoever removes."""
+"""Removal of chunks and of empty namespaces. Several processes may remove; one of them counts."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from contextlib import suppress
 from typing import Final
 
 from kvstow.backends.disk import names
-from kvstow.backends.disk.mount import Mount
+from kvstow.backends.disk.mount import MountedDirectory
 from kvstow.backends.disk.scan import allocated_bytes, list_directory
 
 KEPT_EMPTY_S: Final = (
-    86_400.0  # a namespace without chunks: an engine that has just started may be about to write
+    86_400.0  # an engine that has just started may be about to write its first chunk
 )
 
 
 def remove_chunk(
-    mount: Mount, namespace: bytes, digest: bytes, counted_bytes: int | None = None
+    mount: MountedDirectory, namespace: bytes, digest: bytes, counted_bytes: int | None = None
 ) -> int:
-    """Remove a chunk's file. Returns what that frees, for the ledger; 0 if another remover was faster.
+    """Remove a chunk's file. Returns the bytes that this frees, for the ledger; 0 if another remover was faster.
 
-    Of several removers one unlinks it, and counts it. What has grown since it was ``counted_bytes`` long, which no
-    writer of ours does, gives back no more than that. Raises ``OSError``.
+    A file that has grown since it was counted with ``counted_bytes``, which no writer of ours does, frees no more than
+    that. Raises ``OSError``.
     """
-    path, root = names.chunk_path(namespace, digest), mount.root.number
+    path = names.chunk_path(namespace, digest)
+    root = mount.root.number
     try:
         result = os.stat(path, dir_fd=root, follow_symlinks=False)
         os.unlink(path, dir_fd=root)
@@ -33,20 +34,22 @@ def remove_chunk(
     return freed if counted_bytes is None else min(freed, counted_bytes)
 
 
-def awaited(mount: Mount, name: str, now_s: float) -> bool:
-    """Whether a namespace that holds no chunks may soon: lately an engine said that it uses it, and there is another
-    process that may be that engine."""
-    said = mount.stat(names.namespace_json(bytes.fromhex(name)))
+def expects_chunks(mount: MountedDirectory, name: str, now_s: float) -> bool:
+    """Whether an empty namespace may get chunks soon: an engine has made it within ``KEPT_EMPTY_S``, and another
+    process, which may be that engine, uses the directory."""
+    made = mount.stat(names.namespace_json(bytes.fromhex(name)))
     return (
-        said is not None
-        and now_s - said.st_mtime <= KEPT_EMPTY_S
-        and len(mount.ledger.look().reserved) > 1
+        made is not None
+        and now_s - made.st_mtime <= KEPT_EMPTY_S
+        and len(mount.ledger.report().reserved) > 1
     )
 
 
-def remove_empty_namespace(mount: Mount, name: str) -> None:
-    """Remove the directories of a namespace that holds no chunks, and what is not ours stays. A writer that comes
-    meanwhile makes them anew. The next count notices what that freed."""
+def remove_empty_namespace(mount: MountedDirectory, name: str) -> None:
+    """Remove the directories of a namespace that holds no chunks; files that are not ours stay.
+
+    A writer that comes meanwhile makes them anew. The next scan notices the bytes freed.
+    """
     root = mount.root.number
     for first in names.DIGITS:
         for second in names.DIGITS:

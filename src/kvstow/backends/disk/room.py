@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstow.backends.disk.bad_files import BadFiles
-from kvstow.backends.disk.index import Index
-from kvstow.backends.disk.mount import Mount
+from kvstow.backends.disk.index import ChunkIndex
+from kvstow.backends.disk.mount import MountedDirectory
 from kvstow.backends.disk.quarantine import shrink
 from kvstow.backends.disk.remove import remove_chunk
 
@@ -28,12 +28,12 @@ class VolumeLimits:
 class Room:
     """Keeps a data directory within ``limits``. Thread-safe."""
 
-    def __init__(self, limits: VolumeLimits, index: Index, bad: BadFiles) -> None:
+    def __init__(self, limits: VolumeLimits, index: ChunkIndex, bad: BadFiles) -> None:
         self._limits = limits
         self._index = index
         self._bad = bad
 
-    def reserve(self, mount: Mount, size: int) -> bool:
+    def reserve(self, mount: MountedDirectory, size: int) -> bool:
         """Reserve ``size`` bytes for a file, evicting what it takes. Returns False if there is no room."""
         if mount.ledger.rounded(size) > self._limits.size_bytes:
             return False
@@ -52,7 +52,9 @@ class Room:
                 return False
         return False
 
-    def remove(self, mount: Mount, namespace: bytes, digest: bytes, known_bytes: int | None) -> int:
+    def remove(
+        self, mount: MountedDirectory, namespace: bytes, digest: bytes, known_bytes: int | None
+    ) -> int:
         """Unlink a chunk's file, whose removal has begun in the index. Returns the bytes that this frees, at
         most ``known_bytes`` where they are known. Raises ``OSError``."""
         try:
@@ -62,24 +64,26 @@ class Room:
         finally:
             self._index.end_removal(digest)
 
-    def delete(self, mount: Mount, namespace: bytes, digest: bytes) -> None:
+    def delete(self, mount: MountedDirectory, namespace: bytes, digest: bytes) -> None:
         """Remove a chunk's file, if it is there. Raises ``OSError``."""
         epoch = mount.ledger.epoch
         known_bytes = self._index.begin_removal(digest)
         freed = self.remove(mount, namespace, digest, known_bytes)
         mount.ledger.remove(freed, epoch, self._ahead_bytes(mount))
 
-    def shrink_to_limit(self, mount: Mount, used_bytes: int, stop: threading.Event) -> None:
+    def shrink_to_limit(
+        self, mount: MountedDirectory, used_bytes: int, stop: threading.Event
+    ) -> None:
         """Evict what is above the limit, in small steps: other processes shrink the directory too, and each
         step tells them what it has removed."""
         limit_bytes = self._limits.size_bytes
         step = 1 + self._ahead_bytes(mount)
         for _ in range(limit_bytes, used_bytes, step):
-            if stop.is_set() or (mount.ledger.look().used_bytes or 0) <= limit_bytes:
+            if stop.is_set() or (mount.ledger.report().used_bytes or 0) <= limit_bytes:
                 return
             self._evict(mount, step)
 
-    def _evict(self, mount: Mount, wanted: int) -> int:
+    def _evict(self, mount: MountedDirectory, wanted: int) -> int:
         """Remove what the policy chooses, quarantined files when it has nothing more. Returns the bytes freed."""
         freed = 0
         epoch = mount.ledger.epoch
@@ -93,5 +97,5 @@ class Room:
             mount.ledger.remove(freed, epoch, freed + self._ahead_bytes(mount))
         return freed or shrink(mount, 0, 0)
 
-    def _ahead_bytes(self, mount: Mount) -> int:
+    def _ahead_bytes(self, mount: MountedDirectory) -> int:
         return mount.ledger.ahead_bytes(self._limits.size_bytes)

@@ -1,4 +1,4 @@
-"""What is in a data directory: its entries and their ``stat``, never a file's content."""
+"""Scans of a data directory: entries and their ``stat``, never a chunk's content."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from kvstow.backends.disk.index import ChunkFile
 from kvstow.backends.disk.ledger import Ledger
 
 BLOCK_BYTES: Final = 512  # the unit of ``st_blocks``
-MAX_ABOUT_BYTES: Final = 1 << 20  # of a namespace.json
+MAX_JSON_BYTES: Final = 1 << 20  # of a namespace.json
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Listed(NamedTuple):
+class DirectoryEntry(NamedTuple):
     name: str
     result: os.stat_result
 
 
 @dataclass(slots=True)
-class Namespace:
-    """One namespace's directory as a scan found it. ``bytes`` includes what its directories take."""
+class NamespaceUsage:
+    """One namespace's directory as a scan found it.
+
+    ``bytes`` includes the bytes of its directories. ``oldest_s`` and ``newest_s`` are the earliest and the latest last
+    use of a chunk, in seconds since the epoch; 0 without chunks.
+    """
 
     name: str
     chunks: int = 0
@@ -37,6 +41,7 @@ class Namespace:
     newest_s: float = 0.0
 
     def count(self, size: int, used_s: float) -> None:
+        """Count a chunk's file of ``size`` bytes, last used at ``used_s``."""
         self.oldest_s = min(self.oldest_s, used_s) if self.chunks else used_s
         self.newest_s = max(self.newest_s, used_s)
         self.chunks += 1
@@ -44,11 +49,11 @@ class Namespace:
 
 
 @dataclass(slots=True)
-class Count:
-    """Everything that the ledger calls published."""
+class ScanResult:
+    """What a scan found: all that the ledger calls published."""
 
-    namespaces: list[Namespace]
-    own_bytes: int = 0  # what is there before any chunk
+    namespaces: list[NamespaceUsage]
+    own_bytes: int = 0  # of ledger, locks and directories
     quarantined: int = 0
     quarantined_bytes: int = 0
 
@@ -62,44 +67,47 @@ class Count:
 
 
 def allocated_bytes(result: os.stat_result, ledger: Ledger) -> int:
-    """What a file takes: a sparse or not yet allocated one counts in full, a preallocated one with its blocks."""
+    """The bytes that a file takes: its length, or the blocks allocated to it where these are more."""
     if not stat.S_ISREG(result.st_mode):
         return 0
     return ledger.rounded(max(result.st_size, result.st_blocks * BLOCK_BYTES))
 
 
-def list_directory(root: Fd, path: str) -> Iterator[Listed]:
-    """Entries of a directory below the root with their ``lstat``; none where it is not there or not a directory."""
+def list_directory(root: Fd, path: str) -> Iterator[DirectoryEntry]:
+    """The entries of a directory below the root, with their ``lstat``.
+
+    There are none if it does not exist or is not a directory. They come in the order of their inodes, as they lie on
+    disk: on a cold cache that is several times faster.
+    """
     try:
         directory = Fd(os.open(path, _DIRECTORY, dir_fd=root.number))
     except (FileNotFoundError, NotADirectoryError):
         return
     with os.scandir(directory.number) as entries:
-        for entry in sorted(
-            entries, key=os.DirEntry.inode
-        ):  # as they lie on disk: cold, this is several times faster
+        for entry in sorted(entries, key=os.DirEntry.inode):
             try:
-                yield Listed(entry.name, entry.stat(follow_symlinks=False))
+                yield DirectoryEntry(entry.name, entry.stat(follow_symlinks=False))
             except FileNotFoundError:
                 continue
 
 
 def namespaces(root: Fd) -> list[str]:
+    """The names of the namespaces' directories. Raises ``OSError``."""
     return sorted(name for name in os.listdir(root.number) if names.is_namespace(name))
 
 
-def about(root: Fd, namespace: str) -> dict[str, Any]:
-    """What ``namespace.json`` says; empty where it can't be read."""
+def read_namespace_json(root: Fd, namespace: str) -> dict[str, Any]:
+    """The fields of ``namespace.json``; none if it can't be read. Others may have written it: trust nothing in it."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = Fd(os.open(f"{namespace}/{names.NAMESPACE_JSON}", flags, dir_fd=root.number))
-        return msgspec.json.decode(os.pread(fd.number, MAX_ABOUT_BYTES, 0), type=dict[str, Any])
+        return msgspec.json.decode(os.pread(fd.number, MAX_JSON_BYTES, 0), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, RecursionError):
         return {}
 
 
-def family(namespace: str, about: Mapping[str, object]) -> str:
-    """The namespace that this one is inside of, an adapter's or one after a reset; else itself."""
+def base_namespace(namespace: str, about: Mapping[str, object]) -> str:
+    """The namespace that an adapter's, or one after a reset, belongs to; any other belongs to itself."""
     parent = about.get("parent")
     return parent if isinstance(parent, str) and names.is_namespace(parent) else namespace
 
@@ -111,14 +119,15 @@ def scan(
     *,
     stop: threading.Event,
     pause_s: float = 0.0,
-) -> Count | None:
-    """Walk the whole directory. ``found`` hears of each directory's chunks; between two it waits ``pause_s``.
+) -> ScanResult | None:
+    """Walk the whole directory.
 
-    None: stopped. Raises ``OSError``.
+    ``found`` is called with the namespace and the chunks of each directory of files; between two of these the scan
+    waits ``pause_s`` seconds. Returns None if ``stop`` was set. Raises ``OSError``.
     """
-    count = Count([], own_bytes=sum(_bytes(root, name, ledger) for name in names.OWN))
+    count = ScanResult([], own_bytes=sum(_bytes(root, name, ledger) for name in names.OWN))
     for name in namespaces(root):
-        namespace = Namespace(name, bytes=_bytes(root, name, ledger))
+        namespace = NamespaceUsage(name, bytes=_bytes(root, name, ledger))
         namespace.bytes += _bytes(root, f"{name}/{names.NAMESPACE_JSON}", ledger)
         count.namespaces.append(namespace)
         for first in names.DIGITS:
@@ -136,7 +145,7 @@ def scan(
     return count
 
 
-def _chunks(root: Fd, path: str, ledger: Ledger, namespace: Namespace) -> list[ChunkFile]:
+def _chunks(root: Fd, path: str, ledger: Ledger, namespace: NamespaceUsage) -> list[ChunkFile]:
     namespace.bytes += _bytes(root, path, ledger)
     chunks: list[ChunkFile] = []
     for name, result in list_directory(root, path):
@@ -150,7 +159,7 @@ def _chunks(root: Fd, path: str, ledger: Ledger, namespace: Namespace) -> list[C
 
 
 def _bytes(root: Fd, path: str, ledger: Ledger) -> int:
-    """What a directory, without what is in it, or a file takes."""
+    """The bytes that a file, or a directory without its content, takes."""
     try:
         result = os.stat(path, dir_fd=root.number, follow_symlinks=False)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Reads every chunk once in a while and sets aside what is not whole, before a request meets it."""
+"""The scrub: it reads every chunk in the background and reports those that are bad, before a request meets them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Final, NamedTuple
 from kvstow.backends.disk import files, names
 from kvstow.backends.disk.check import Check
 from kvstow.backends.disk.files import Fd
-from kvstow.backends.disk.mount import Mount, is_regular, try_lock
+from kvstow.backends.disk.mount import MountedDirectory, is_regular, try_lock
 from kvstow.backends.disk.scan import list_directory, namespaces
 
-SAVE_EVERY: Final = (
-    16  # files between two saves of the cursor: at most these are read again after a restart
-)
+SAVE_EVERY: Final = 16  # files between two saves of the cursor, read again after a restart at most
 CURSOR_BYTES: Final = 256
 
 
-class Verified(NamedTuple):
+class VerifyResult(NamedTuple):
+    """Whether a chunk's file is whole, and how many bytes were read to know that."""
+
     namespace: bytes
     digest: bytes
     good: bool
@@ -28,7 +28,7 @@ class Verified(NamedTuple):
 
 
 def chunks_after(root: Fd, cursor: str) -> Iterator[str]:
-    """Paths of all chunks in order, from behind ``cursor`` on; the empty cursor is the start."""
+    """The paths of all chunks in order, beginning after the path ``cursor``, or at the first if it is empty."""
     for namespace in namespaces(root):
         for first in names.DIGITS:
             for second in names.DIGITS:
@@ -44,16 +44,16 @@ def chunks_after(root: Fd, cursor: str) -> Iterator[str]:
 
 
 def digest_in(path: str) -> bytes:
-    """The digest of a chunk whose file's path ``chunks_after`` gave."""
+    """The digest in the name of a chunk's file, whose path came from ``chunks_after``."""
     digest = names.digest_of(path.rsplit("/", 1)[1])
     assert digest is not None, "only chunks' files are listed"
     return digest
 
 
-def verify(mount: Mount, path: str, check: Check) -> Verified | None:
-    """Check one chunk's file, through the page cache if it is there already. None: it is gone, or not a file.
+def verify(mount: MountedDirectory, path: str, check: Check) -> VerifyResult | None:
+    """Check one chunk's file. Returns None if it is gone, or is not a file. Raises ``OSError``.
 
-    Recency does not change.
+    Its time of last use does not change.
     """
     namespace = bytes.fromhex(path[:64])
     digest = digest_in(path)
@@ -79,11 +79,11 @@ def verify(mount: Mount, path: str, check: Check) -> Verified | None:
         return got
 
     good = check(digest, result.st_size, read)
-    return Verified(namespace, digest, good, read_bytes)
+    return VerifyResult(namespace, digest, good, read_bytes)
 
 
 class Scrub:
-    """Goes round and round one directory, from where the last process stopped. One thread."""
+    """Checks the chunks of one directory round and round, beginning where the last process stopped. One thread."""
 
     def __init__(
         self,
@@ -97,16 +97,16 @@ class Scrub:
         self._bad = bad
         self._unreadable = unreadable
         self._lock: Fd | None = None
-        self._mount: Mount | None = None
+        self._mount: MountedDirectory | None = None
         self._paths: Iterator[str] = iter(())
         self._unsaved = 0
 
-    def step(self, mount: Mount, budget_bytes: int, stop: threading.Event) -> int:
-        """Verify files until ``budget_bytes`` are read, or the round ends. Returns the bytes read.
+    def step(self, mount: MountedDirectory, budget_bytes: int, stop: threading.Event) -> int:
+        """Check files until ``budget_bytes`` are read, or the round ends. Returns the bytes read.
 
-        0 while another process scrubs this directory: one is enough. Raises ``OSError``.
+        Returns 0 while another process scrubs this directory, because one is enough. Raises ``OSError``.
         """
-        if not self._take(mount):
+        if not self._lock_cursor(mount):
             return 0
         done = 0
         while done < budget_bytes and not stop.is_set():
@@ -129,8 +129,8 @@ class Scrub:
                 self._save(path)
         return done
 
-    def _take(self, mount: Mount) -> bool:
-        """The cursor's file, which only one process has locked."""
+    def _lock_cursor(self, mount: MountedDirectory) -> bool:
+        """Lock the cursor's file, and begin at the cursor. Returns False if another process has it locked."""
         if self._mount is mount and self._lock is not None:
             return True
         fd = try_lock(mount.root, names.SCRUB_CURSOR, os.O_CREAT)

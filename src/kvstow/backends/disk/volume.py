@@ -15,14 +15,14 @@ import msgspec
 from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome
 from kvstow.backends.disk import files, names
 from kvstow.backends.disk.bad_files import BadFiles
-from kvstow.backends.disk.index import ChunkFile, EvictionOrder, Index, Look
+from kvstow.backends.disk.index import ChunkFile, ChunkIndex, EvictionOrder, Look
 from kvstow.backends.disk.ledger import LedgerGone
-from kvstow.backends.disk.mount import Mount, attach, is_regular, reap
+from kvstow.backends.disk.mount import MountedDirectory, attach, is_regular, reap
 from kvstow.backends.disk.quarantine import quarantine
-from kvstow.backends.disk.remove import awaited, remove_empty_namespace
+from kvstow.backends.disk.remove import expects_chunks, remove_empty_namespace
 from kvstow.backends.disk.rivals import rivals
 from kvstow.backends.disk.room import Room, VolumeLimits
-from kvstow.backends.disk.scan import Count, allocated_bytes, scan
+from kvstow.backends.disk.scan import ScanResult, allocated_bytes, scan
 from kvstow.errors import StoreUnavailable
 from kvstow.layout import ALIGN
 from kvstow.runtime import Clock
@@ -41,7 +41,7 @@ Admit = Callable[[bytes], bool]
 Describe = Callable[[bytes], Mapping[str, object]]
 
 
-class Volume:
+class DiskVolume:
     """Reads, writes and evicts in one data directory. Thread-safe; only the ledger's lock is held during I/O.
 
     Every fault of the filesystem is raised as ``StoreUnavailable``, except one that a single file gives:
@@ -65,21 +65,21 @@ class Volume:
         self._describe = describe
         self._admit = admit
         self._direct = direct
-        self._index = Index(order)
+        self._index = ChunkIndex(order)
         self._bad = BadFiles()
         self._room = Room(limits, self._index, self._bad)
         self._unreadable_in_a_row = 0  # files that gave an error since one was read or written
         self._logged_errors: set[int | None] = set()
         self._written: set[bytes] = set()  # namespaces; a handful
-        self._mount: Mount | None = None
-        self._last_mount: Mount | None = None
+        self._mount: MountedDirectory | None = None
+        self._last_mount: MountedDirectory | None = None
         self._attaching = threading.Lock()
         self.scan_wanted = True
         self._lacked_bytes = 0  # of a write that found no room: ``try_writing`` must find it
 
     # --- attached or not ------------------------------------------------------------------------------------------
 
-    def attach(self) -> Mount:
+    def attach(self) -> MountedDirectory:
         """The directory, opened now if it is not. Raises ``OSError`` or a ``KVStowError``."""
         mount = self._mount
         if mount is not None:
@@ -88,7 +88,7 @@ class Volume:
             raise StoreUnavailable(f"{self.path} is being attached")
         try:
             if self._mount is None:
-                self._mount = attach(self.path, direct=self._direct, again=self._last_mount)
+                self._mount = attach(self.path, direct=self._direct, previous=self._last_mount)
                 self._last_mount = self._mount
                 self._bad.clear()
                 self.scan_wanted = True
@@ -97,7 +97,7 @@ class Volume:
             self._attaching.release()
 
     @contextmanager
-    def _operation(self, doing: str) -> Iterator[Mount]:
+    def _operation(self, doing: str) -> Iterator[MountedDirectory]:
         """Give one operation the directory, and raise its faults as ``StoreUnavailable``."""
         try:
             yield self.attach()
@@ -152,7 +152,7 @@ class Volume:
 
     def _learn(
         self,
-        mount: Mount,
+        mount: MountedDirectory,
         namespace: bytes,
         digest: bytes,
         result: os.stat_result | None,
@@ -176,7 +176,9 @@ class Volume:
                 self._note_unreadable(mount, digest, error)
                 return MISSING
 
-    def _read(self, mount: Mount, namespace: bytes, digest: bytes, buffer: Buffer) -> Outcome:
+    def _read(
+        self, mount: MountedDirectory, namespace: bytes, digest: bytes, buffer: Buffer
+    ) -> Outcome:
         path = names.chunk_path(namespace, digest)
         direct = mount.direct and files.aligned([buffer])
         opened = self._open(mount, path, direct)
@@ -198,7 +200,9 @@ class Volume:
                 os.utime(fd.number, (now_s, now_s))
         return Done(read_bytes)
 
-    def _open(self, mount: Mount, path: str, direct: bool) -> tuple[files.Fd, int] | None:
+    def _open(
+        self, mount: MountedDirectory, path: str, direct: bool
+    ) -> tuple[files.Fd, int] | None:
         """The chunk's file and its length; None: there is none, or it is not a regular file that we wrote."""
         try:
             fd = files.Fd(
@@ -219,7 +223,7 @@ class Volume:
         with self._operation("reading") as mount:
             self._note_unreadable(mount, digest, error)
 
-    def _note_unreadable(self, mount: Mount, digest: bytes, error: OSError) -> None:
+    def _note_unreadable(self, mount: MountedDirectory, digest: bytes, error: OSError) -> None:
         """Remember that a chunk's file gives an error: a miss until it is replaced.
 
         Raises ``error`` where it is not that file's: this process lacks a resource, the directory can't be read
@@ -267,7 +271,12 @@ class Volume:
             return Done(size)
 
     def _write_new(
-        self, mount: Mount, namespace: bytes, path: str, parts: Sequence[Buffer], size: int
+        self,
+        mount: MountedDirectory,
+        namespace: bytes,
+        path: str,
+        parts: Sequence[Buffer],
+        size: int,
     ) -> bool:
         """Write a temporary file, for which room is reserved, and publish it. Returns False if ``path`` is taken."""
         published = False
@@ -317,7 +326,7 @@ class Volume:
 
     def _transfer(
         self,
-        mount: Mount,
+        mount: MountedDirectory,
         fd: files.Fd,
         parts: Sequence[Buffer],
         move: Callable[[int, Sequence[Buffer]], int],
@@ -334,7 +343,9 @@ class Volume:
             files.buffered(fd.number)
             return move(fd.number, parts)
 
-    def _publish(self, mount: Mount, temporary: str, path: str, namespace: bytes) -> bool:
+    def _publish(
+        self, mount: MountedDirectory, temporary: str, path: str, namespace: bytes
+    ) -> bool:
         """Give the file its name. Returns False if another file has it."""
 
         def attempt() -> bool:
@@ -365,7 +376,7 @@ class Volume:
         with self._operation("retracting a namespace") as mount:
             remove_empty_namespace(mount, namespace.hex())
 
-    def _make_namespace(self, mount: Mount, namespace: bytes, target: str) -> None:
+    def _make_namespace(self, mount: MountedDirectory, namespace: bytes, target: str) -> None:
         """Make the directories above ``target``, and the ``namespace.json`` that people read."""
         path = names.namespace_json(namespace)
         mount.ledger.add(mount.ledger.rounded(1) * mount.make_directories(target))
@@ -391,10 +402,13 @@ class Volume:
 
     # --- background -----------------------------------------------------------------------------------------------
 
-    def scan(self, stop: threading.Event, pause_s: float = 0.0) -> Count | None:
-        """Count and index everything, take over what the dead had reserved, and shrink to the limit. None: stopped."""
+    def scan(self, stop: threading.Event, pause_s: float = 0.0) -> ScanResult | None:
+        """Count and index everything, take over what dead processes had reserved, and shrink to the limit.
+
+        Waits ``pause_s`` seconds between directories of files. Returns None if ``stop`` was set.
+        """
         self.scan_wanted = False
-        count: Count | None = None
+        count: ScanResult | None = None
         try:
             with self._operation("scanning") as mount:
                 count = self._scan(mount, stop, pause_s)
@@ -402,9 +416,11 @@ class Volume:
             self.scan_wanted = self.scan_wanted or count is None
         return count
 
-    def _scan(self, mount: Mount, stop: threading.Event, pause_s: float) -> Count | None:
+    def _scan(
+        self, mount: MountedDirectory, stop: threading.Event, pause_s: float
+    ) -> ScanResult | None:
         reap(mount)
-        before = mount.ledger.look()
+        before = mount.ledger.report()
         self._index.begin_scan()
         with self._index.look() as look:
             count = scan(
@@ -419,7 +435,7 @@ class Volume:
         self._index.end_scan()
         now_s = self._clock.wall()
         for name in (one.name for one in count.namespaces if not one.chunks):
-            if bytes.fromhex(name) not in self._written and not awaited(mount, name, now_s):
+            if bytes.fromhex(name) not in self._written and not expects_chunks(mount, name, now_s):
                 remove_empty_namespace(mount, name)
         used_bytes = mount.ledger.reconcile(before, count.bytes).used_bytes or 0
         self._room.shrink_to_limit(mount, used_bytes, stop)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvstow.backends.disk import files, names
-from kvstow.backends.disk.ledger import peek
+from kvstow.backends.disk.ledger import read_page
 from kvstow.cli.doctor.mounts import Filesystem, filesystem_of
 from kvstow.cli.doctor.result import Result, failed, ok, warning
 from kvstow.pool.hostmem import private_memory
@@ -153,7 +153,7 @@ def _room(
 def used_bytes(path: str) -> int:
     """What the ledger of a directory says that chunks take there already; 0: no or no whole ledger."""
     with suppress(OSError):
-        book = peek(files.Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)))
+        book = read_page(files.Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)))
         return (book.used_bytes or 0) if book is not None else 0
     return 0
 
