@@ -1,4 +1,4 @@
-"""What an operator asks of a data directory, beside any server that uses it."""
+"""A data directory as an operator sees and changes it, beside any server that uses it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,17 @@ _NOT_OURS: Final = {"lost+found"}  # what a new filesystem has
 
 
 class EmptyDirectory(StoreRefused):
-    """An empty directory: of a tier, perhaps, that has not been started yet."""
+    """The directory is empty: its tier may not have been started yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """``counted`` by a walk; ``ledger_bytes`` is what the processes think, reservations included. ``processes``
-    are those that live."""
+class DirectoryUsage:
+    """The usage of a data directory.
+
+    ``counted`` is what a scan has found. ``ledger_bytes`` is what the ledger says, reservations included; None if that
+    is unknown. ``processes`` is the number of live processes that share the directory, ``free_bytes`` what its
+    filesystem has left.
+    """
 
     path: str
     counted: ScanResult
@@ -49,16 +53,17 @@ class Usage:
     free_bytes: int
 
 
-class View:
-    """One data directory, only looked at: nothing in it is made or changed."""
+class DirectoryView:
+    """One data directory, read only: nothing in it is made or changed."""
 
     def __init__(self, path: str) -> None:
-        """Raises ``StoreRefused`` for a directory that no disk tier has used, ``EmptyDirectory`` for an empty one."""
+        """Open ``path``. Raises ``StoreRefused`` if no disk tier has used it, ``EmptyDirectory`` if it is empty, and
+        ``StoreUnavailable`` if it can't be read."""
         self.path = path
         with _faults("opening", path, "read"):
             self._check()
             self.root = Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            read_page(self.root)  # what can't be read is said now, and not of some file below
+            read_page(self.root)  # raises now, and not later about some file below
             self.ledger = Ledger(self.root, b"", unit_bytes(self.root))
 
     def _check(self) -> None:
@@ -79,14 +84,14 @@ class View:
         if names.LEDGER not in listing:
             raise StoreRefused(f"{self.path} holds no kvstow chunks: it has no {names.LEDGER} file")
 
-    def usage(self) -> Usage:
+    def usage(self) -> DirectoryUsage:
         """Count everything."""
         with _faults("counting", self.path, "read"):
             count = scan(self.root, self.ledger, lambda _, __: None, stop=threading.Event())
             assert count is not None, "nobody stopped it"
             page = read_page(self.root)
             processes = sum(alive(self.root, token.hex()) for token in page.reserved) if page else 0
-            return Usage(
+            return DirectoryUsage(
                 self.path,
                 count,
                 page.used_bytes if page else None,
@@ -95,23 +100,24 @@ class View:
             )
 
     def about(self, namespace: str) -> Mapping[str, Any]:
-        """What ``namespace.json`` says; empty where it can't be read."""
+        """The fields of ``namespace.json``; none if it can't be read."""
         return read_namespace_json(self.root, namespace)
 
     def base_namespace(self, namespace: str) -> str:
-        """The namespace that it is inside of, or itself."""
+        """The namespace that an adapter's, or one after a reset, belongs to; any other belongs to itself."""
         return base_namespace(namespace, self.about(namespace))
 
     def namespaces(self) -> list[str]:
+        """The names of all namespaces."""
         with _faults("listing", self.path, "read"):
             return namespaces(self.root)
 
 
-class DataDirectory(View):
-    """One data directory. It takes part as a process does, so nothing it does upsets a server's count."""
+class DataDirectory(DirectoryView):
+    """One data directory, to change it. It takes part in the ledger as a server does, so no server's count is upset."""
 
     def __init__(self, path: str) -> None:
-        """Raises what ``View`` does: no directory is made."""
+        """Open ``path``, which must exist. Raises what ``DirectoryView`` does."""
         super().__init__(path)
         with _faults("opening", path, "written"):
             self._mount: MountedDirectory = attach(path)
@@ -121,9 +127,10 @@ class DataDirectory(View):
             self.usage()  # what the dead had reserved is not what they have written
 
     def close(self) -> None:
+        """Leave the ledger."""
         self._mount.detach()
 
-    def usage(self) -> Usage:
+    def usage(self) -> DirectoryUsage:
         """Count everything, and bring the ledger in line with the count."""
         with _faults("counting", self.path, "read"):
             before = self.ledger.report()
@@ -132,7 +139,7 @@ class DataDirectory(View):
             return usage
 
     def verify(self, check: Check, *, set_aside: bool) -> Iterator[VerifyResult]:
-        """Every chunk, checked. Bad ones are moved to the quarantine if asked for."""
+        """Check every chunk, and move bad ones to the quarantine if ``set_aside``."""
         with _faults("verifying", self.path, "read"):
             for path in chunks_after(self._mount.root, ""):
                 result = self._verify(path, check)
@@ -143,7 +150,7 @@ class DataDirectory(View):
                 yield result
 
     def _verify(self, path: str, check: Check) -> VerifyResult | None:
-        """A file that gives an error is bad, if the directory can be read. Raises ``OSError`` if it can't."""
+        """Check one chunk. A file that gives an error is bad; raises ``OSError`` if the directory can't be read."""
         try:
             return verify(self._mount, path, check)
         except OSError:
@@ -151,21 +158,23 @@ class DataDirectory(View):
             return VerifyResult(bytes.fromhex(path[:64]), digest_in(path), good=False, read_bytes=0)
 
     def remove(self, chosen: Callable[[str, float], bool]) -> tuple[int, int]:
-        """Remove the chunks of which ``chosen(namespace, last use)`` is true. Returns how many, and their bytes.
+        """Remove the chunks for which ``chosen(namespace, last use)`` is true. Returns their number and their bytes.
 
-        Empty namespaces go as well, except those that a running engine may be about to write to: they do where they
-        are chosen whatever the last use.
+        Empty namespaces are removed as well. One that a running engine may be about to write to is kept, unless it is
+        chosen whatever the last use.
         """
         removed = freed = 0
 
         def found(namespace: bytes, chunks: list[Any]) -> None:
             nonlocal removed, freed
-            size, epoch = 0, self._mount.ledger.epoch
+            size = 0
+            epoch = self._mount.ledger.epoch
             for chunk in chunks:
                 if chosen(namespace.hex(), chunk.used_s):
-                    got = remove_chunk(self._mount, namespace, chunk.digest)
-                    removed += got > 0
-                    size += got
+                    chunk_bytes = remove_chunk(self._mount, namespace, chunk.digest)
+                    if chunk_bytes:
+                        removed += 1
+                    size += chunk_bytes
             self._mount.ledger.remove(size, epoch)
             freed += size
 
@@ -179,7 +188,10 @@ class DataDirectory(View):
         return removed, freed
 
     def tidy(self, empty: bool) -> tuple[int, int]:
-        """Clear up after dead processes; ``empty`` the quarantine. Returns how many files that lost, and bytes."""
+        """Clear up after dead processes, and remove all quarantined files if ``empty``.
+
+        Returns the number of files that the quarantine has lost, and the bytes freed.
+        """
         with _faults("clearing up", self.path, "written"):
             reap(self._mount)
             held = self._quarantined()
@@ -196,7 +208,7 @@ class DataDirectory(View):
 
 @contextmanager
 def _faults(doing: str, path: str, access: str) -> Iterator[None]:
-    """What the filesystem refuses, in words; where it is a matter of permission, with whose."""
+    """Raise what the filesystem refuses as ``StoreUnavailable``; a missing permission with the owner's name."""
     try:
         yield
     except PermissionError as error:

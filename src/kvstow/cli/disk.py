@@ -1,4 +1,4 @@
-"""``kvstow disk``: what is in the disk tier's directories, and making it less. Safe beside a running server."""
+"""``kvstow disk`` and ``kvstow namespaces``: look at the disk tier's directories, and remove what is in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 
 from kvstow.backends.disk import frame_check
 from kvstow.backends.disk.scan import NamespaceUsage
-from kvstow.cli.data_directory import DataDirectory, EmptyDirectory, Usage, View
+from kvstow.cli.data_directory import DataDirectory, DirectoryUsage, DirectoryView, EmptyDirectory
 from kvstow.cli.output import PIPED_COLUMNS, measured, printable
 from kvstow.errors import SettingsError, StoreError
 from kvstow.runtime import SystemClock
@@ -50,11 +50,11 @@ NamespaceOption = Annotated[
 def ls(path: PathOption = None, as_json: JsonOption = False) -> None:
     """Namespaces: which model, how many chunks, how many bytes, last used when."""
     now = SystemClock().wall()
-    looked, code = _each(path, View.usage)
+    looked, code = _look_at_each(path, DirectoryView.usage)
     rows = [
         _namespace_row(view, one, now) for view, usage in looked for one in usage.counted.namespaces
     ]
-    _show(
+    _print_table(
         rows if as_json else None,
         ("namespace", "model", "chunks", "size", "last used", "longest unused", "in"),
         [
@@ -76,8 +76,8 @@ def ls(path: PathOption = None, as_json: JsonOption = False) -> None:
 @app.command()
 def du(path: PathOption = None, as_json: JsonOption = False) -> None:
     """Bytes in each directory, counted now, and what the processes that share it have reserved."""
-    looked, code = _each(path, View.usage)
-    _show(
+    looked, code = _look_at_each(path, DirectoryView.usage)
+    _print_table(
         [_usage_row(usage) for _, usage in looked] if as_json else None,
         (
             "in",
@@ -116,14 +116,15 @@ def verify(
     from kvstow.build import integrity_key  # not at the top: no other command needs the tiers
 
     check = frame_check(integrity_key(load().settings))
-    with _directories(path) as directories:
+    with _open_directories(path) as directories:
         for directory in directories:
             total = sum(namespace.chunks for namespace in directory.usage().counted.namespaces)
             with _progress(f"verifying {directory.path}", total, quiet=as_json) as advance:
                 for result in directory.verify(check, set_aside=set_aside):
                     advance()
-                    good += result.good
-                    if not result.good:
+                    if result.good:
+                        good += 1
+                    else:
                         found = {"namespace": result.namespace.hex(), "chunk": result.digest.hex()}
                         bad.append({"path": directory.path, **found})
     if as_json:
@@ -152,20 +153,20 @@ def gc(
     """Clear up after dead processes, empty the quarantine, remove empty namespaces, and old chunks if asked."""
     now = SystemClock().wall()
     rows = []
-    with _directories(path) as directories:
+    with _open_directories(path) as directories:
         going = []
         files = sum(directory.usage().counted.quarantined for directory in directories)
         empty = yes or _terminal()
         if files and empty:
             going.append(f"{files} quarantined files")
         elif files:
-            _say(
+            _print_error(
                 f"{files} quarantined files are left: to remove them without a terminal give --yes"
             )
         if older_than_days is not None and directories:
             going.append(f"the chunks not used for {older_than_days:g} days")
         if going:
-            _confirm(f"Remove {' and '.join(going)} in {_names(directories)}?", yes)
+            _confirm(f"Remove {' and '.join(going)} in {_paths_of(directories)}?", yes)
         oldest_s = -math.inf if older_than_days is None else now - older_than_days * DAY_S
         for directory in directories:
             files, freed = directory.tidy(empty)
@@ -178,7 +179,7 @@ def gc(
                     "bytes": freed + size,
                 }
             )
-    _removed(rows, as_json)
+    _print_removed(rows, as_json)
 
 
 @app.command()
@@ -194,21 +195,21 @@ def clear(
             "--namespace is empty: give the first digits of one, or leave it out to remove all chunks"
         )
     rows = []
-    with _directories(path) as directories:
+    with _open_directories(path) as directories:
         one, what = None, "all chunks"
         if namespace is not None and directories:
-            one = _one_namespace(directories, namespace)
+            one = _namespace_named(directories, namespace)
             what = f"the chunks of namespace {one[:SHOWN_DIGITS]}"
-        _confirm(f"Remove {what} in {_names(directories)}?", yes or not directories)
+        _confirm(f"Remove {what} in {_paths_of(directories)}?", yes or not directories)
         for directory in directories:
-            chunks, size = directory.remove(_inside(directory, one))
+            chunks, size = directory.remove(_chosen_by(directory, one))
             rows.append({"path": directory.path, "chunks": chunks, "bytes": size})
-    _removed(rows, as_json)
+    _print_removed(rows, as_json)
 
 
 def namespaces(path: PathOption = None, as_json: JsonOption = False) -> None:
     """What differs between the namespaces on disk: why KV of one is never used for another."""
-    looked, code = _each(path, View.namespaces)
+    looked, code = _look_at_each(path, DirectoryView.namespaces)
     known = {name: dict(view.about(name)) for view, found in reversed(looked) for name in found}
     if as_json:
         print(json.dumps(known, indent=2))
@@ -229,7 +230,7 @@ def namespaces(path: PathOption = None, as_json: JsonOption = False) -> None:
 
 
 def _paths(path: Sequence[str] | None) -> list[str]:
-    """Each directory once."""
+    """The directories to work on, each once."""
     paths = path or load().settings.disk.paths
     if not paths:
         raise SettingsError("no directory: give --path, or set disk.paths")
@@ -240,42 +241,44 @@ def _paths(path: Sequence[str] | None) -> list[str]:
     return list({os.path.realpath(one): one for one in paths}.values())
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
 @contextmanager
-def _directories(path: Sequence[str] | None) -> Iterator[list[DataDirectory]]:
-    """Open for the block: all, or none and an error. Empty ones are left out, and left alone."""
+def _open_directories(path: Sequence[str] | None) -> Iterator[list[DataDirectory]]:
+    """Open all directories for the block, or none and raise. Empty directories are left out."""
     with ExitStack() as stack:
         opened = []
         for one in _paths(path):
             try:
                 opened.append(stack.enter_context(closing(DataDirectory(one))))
             except EmptyDirectory as error:
-                _say(str(error))
+                _print_error(str(error))
         yield opened
 
 
-def _each(
-    path: Sequence[str] | None, look: Callable[[View], T]
-) -> tuple[list[tuple[View, T]], int]:
-    """What is found in each directory, and the exit code: not 0 if one, which is named, can't be looked at."""
-    looked, code = [], 0
+def _look_at_each(
+    path: Sequence[str] | None, look: Callable[[DirectoryView], T]
+) -> tuple[list[tuple[DirectoryView, T]], int]:
+    """The value of ``look`` for each directory, and the exit code: not 0 if one, which is named, can't be read."""
+    looked = []
+    code = 0
     for one in _paths(path):
         try:
-            view = View(one)
+            view = DirectoryView(one)
             looked.append((view, look(view)))
         except EmptyDirectory as error:
-            _say(str(error))
+            _print_error(str(error))
         except StoreError as error:
-            _say(f"kvstow: {error}")
+            _print_error(f"kvstow: {error}")
             code = EXIT_BAD
     return looked, code
 
 
-def _inside(directory: DataDirectory, one: str | None) -> Callable[[str, float], bool]:
-    """What chooses a namespace and those inside it; None: all."""
+def _chosen_by(directory: DataDirectory, one: str | None) -> Callable[[str, float], bool]:
+    """A choice of chunks for ``DataDirectory.remove``: those of namespace ``one`` and of its adapters and resets; None:
+    all."""
     chosen = {
         name
         for name in directory.namespaces()
@@ -284,7 +287,7 @@ def _inside(directory: DataDirectory, one: str | None) -> Callable[[str, float],
     return lambda name, _: name in chosen
 
 
-def _one_namespace(directories: Sequence[DataDirectory], prefix: str) -> str:
+def _namespace_named(directories: Sequence[DataDirectory], prefix: str) -> str:
     known = {
         (name, directory.base_namespace(name))
         for directory in directories
@@ -316,16 +319,16 @@ def _confirm(question: str, yes: bool) -> None:
         f"{question} [y/N]: ", end="", file=sys.stderr, flush=True
     )  # standard output is for what was asked for
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        _say("Not done.")
+        _print_error("Not done.")
         raise typer.Exit(EXIT_BAD)
 
 
-def _names(directories: Sequence[View]) -> str:
+def _paths_of(directories: Sequence[DirectoryView]) -> str:
     return ", ".join(directory.path for directory in directories)
 
 
 def _model(about: Mapping[str, Any]) -> str:
-    """Its architecture, and what its weights are known by: a digest or revision, its first digits, or a name."""
+    """A model's name; or its architecture, and its weights' digest or revision, of which the first digits."""
     architecture = re.search(r'"architectures":\["(\w+)"', str(about.get("model config")))
     weights = _DIGEST.sub(r"\2 \1", str(about.get("weights", "?")))
     return str(
@@ -334,7 +337,7 @@ def _model(about: Mapping[str, Any]) -> str:
     )
 
 
-def _namespace_row(directory: View, found: NamespaceUsage, now: float) -> dict[str, Any]:
+def _namespace_row(directory: DirectoryView, found: NamespaceUsage, now: float) -> dict[str, Any]:
     about = directory.about(found.name)
     return {
         "path": directory.path,
@@ -348,7 +351,7 @@ def _namespace_row(directory: View, found: NamespaceUsage, now: float) -> dict[s
     }
 
 
-def _usage_row(usage: Usage) -> dict[str, Any]:
+def _usage_row(usage: DirectoryUsage) -> dict[str, Any]:
     counted = usage.counted
     return {
         "path": usage.path,
@@ -362,7 +365,7 @@ def _usage_row(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _removed(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+def _print_removed(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -406,15 +409,15 @@ def _progress(what: str, total: int, *, quiet: bool) -> Iterator[Any]:
         yield lambda: progress.advance(task)
 
 
-def _show(
+def _print_table(
     as_json: Sequence[object] | None, headings: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> None:
-    """``as_json`` if given, else a table."""
+    """Print ``as_json`` if given, else a table."""
     if as_json is not None:
         print(json.dumps(as_json, indent=2))
         return
     if not rows:
-        _say("nothing to show")
+        _print_error("nothing to show")
         return
     from rich.console import Console
     from rich.table import Table

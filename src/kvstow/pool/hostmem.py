@@ -1,9 +1,9 @@
-"""Host memory shared by the engine's processes, which nobody has to clean up.
+"""Host memory that the engine's processes share, and that is freed with the last of them.
 
-The scheduler's process creates it, each worker maps it. Either a memfd, which has no name and goes with the last
-process that maps it, or a file in ``pool_dir``, whose name is taken away once every worker has mapped it; until then it
-is held under flock, and where its creator dies the next one unlinks it. docs/decisions/0001-pool-memory.md says why,
-with measurements.
+The scheduler's process creates it, and each worker maps it. It is a memfd, which has no name and goes with the last
+process that maps it, or a file in ``pool_dir``. Such a file is unlinked once every worker has mapped it. Until then its
+creator holds it under flock; if the creator dies, the next creator unlinks it. docs/decisions/0001-pool-memory.md gives
+the reasons, with measurements.
 """
 
 from __future__ import annotations
@@ -27,17 +27,11 @@ from kvstow.layout import ALIGN, align_up
 
 FILE_SUFFIX: Final = ".kvstow-pool"
 _FILE_NAME: Final = re.compile(r"kvstow-\d+-[0-9a-f]{16}" + re.escape(FILE_SUFFIX))
-_NAME_TRIES: Final = (
-    8  # a name is 64 random bits: a second try is needed only if a reaper saw the file too early
-)
+_NAME_TRIES: Final = 8  # a second try is needed only if another process reaps the file too early
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python's mmap module does not name it
 _MADV_COLLAPSE: Final = 25  # Linux 6.1
-_HUGE_PAGE_BYTES: Final = (
-    2 << 20
-)  # populated at a time: the kernel holds the process's memory map for 1 to 2 ms
-_MAP_FIXED: Final = (
-    0x10  # on every architecture that vLLM runs on; Python's mmap module does not name it
-)
+_HUGE_PAGE_BYTES: Final = 2 << 20  # populated at a time: the memory map is locked for 1 to 2 ms
+_MAP_FIXED: Final = 0x10  # on every architecture of vLLM; Python's mmap module does not name it
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _NO_MEMORY: Final = frozenset((errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EFAULT))
 
@@ -48,18 +42,21 @@ class PoolError(SettingsError):
 
 @dataclass(frozen=True, slots=True)
 class PoolRef:
-    """What another process of the same user needs to map the memory. Plain data: send it in any way."""
+    """A reference by which another process of the same user maps the memory. It is plain data.
+
+    ``path`` is None for a memfd. ``name`` is shown in errors.
+    """
 
     pid: int
     fd: int
-    path: str | None  # None: a memfd
+    path: str | None
     size_bytes: int
     inode: int
     name: str
 
 
 class HostMemory:
-    """The creator's end. ``view`` is the whole mapping; ``close`` is the only other thing to do with it."""
+    """The creator's end of the memory. ``view`` is the whole mapping, ``ref`` what workers need to map it."""
 
     def __init__(self, fd: int, path: str | None, size_bytes: int, name: str) -> None:
         self._fd = fd
@@ -70,10 +67,10 @@ class HostMemory:
 
     @classmethod
     def anonymous(cls, size_bytes: int, name: str) -> HostMemory:
-        """A memfd of mode 0600. Nothing is reserved yet: see ``reserve``.
+        """Create a memfd of mode 0600. Its memory is not reserved yet: see ``reserve``. Raises ``PoolError``.
 
-        A memfd is limited by nothing but memory itself: taking more of it than there is does not fail, it wakes the
-        OOM killer. So the caller compares ``size_bytes`` with what is free, before.
+        Taking more memory than there is does not fail, it wakes the OOM killer. So the caller first compares
+        ``size_bytes`` with the free memory.
         """
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
@@ -85,58 +82,56 @@ class HostMemory:
 
     @classmethod
     def in_directory(cls, size_bytes: int, name: str, directory: str) -> HostMemory:
-        """A new file of mode 0600 in ``directory`` (created, 0700), its space reserved so that no write meets SIGBUS.
+        """Create a file of mode 0600 in ``directory``, which is created with mode 0700. Raises ``PoolError``.
 
-        First unlinks the files there that earlier creators of the same user left behind.
+        Its space is reserved, so that no write ends in SIGBUS. Files that dead processes of the same user left there
+        are unlinked first.
         """
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             reap(directory)
             room = os.statvfs(directory)
-            if (
-                room.f_blocks and room.f_bavail * room.f_frsize < size_bytes
-            ):  # hugetlbfs may not say
-                raise OSError(errno.ENOSPC, f"{room.f_bavail * room.f_frsize:,} are free there")
+            free_bytes = room.f_bavail * room.f_frsize
+            if room.f_blocks and free_bytes < size_bytes:  # hugetlbfs may not know its blocks
+                raise OSError(errno.ENOSPC, f"{free_bytes:,} are free there")
             fd, path = _create_locked(directory)
         except OSError as error:
             raise _refused(error, size_bytes, directory) from error
         try:
-            whole = align_up(
-                size_bytes, os.fstat(fd).st_blksize
-            )  # hugetlbfs lets a file end with a page only
-            os.posix_fallocate(fd, 0, whole)
-            return cls(fd, path, whole, name)
+            # On hugetlbfs a file's size is a multiple of its page size.
+            file_bytes = align_up(size_bytes, os.fstat(fd).st_blksize)
+            os.posix_fallocate(fd, 0, file_bytes)
+            return cls(fd, path, file_bytes, name)
         except OSError as error:
             _unlink(path)
             os.close(fd)
             raise _refused(error, size_bytes, directory) from error
 
     def reserve(self, offset: int, length: int) -> None:
-        """Take ``length`` bytes at ``offset`` from the system now rather than at their first use. Content stays.
+        """Take ``length`` bytes at ``offset`` from the system now rather than at their first use. Raises ``PoolError``.
 
-        In huge pages, where the system has them. Any thread; releases the GIL; some 5 GB/s, a tenth of that where a
-        virtual machine's host must find the memory. Small pages are not mapped here: that would hold the process's
-        memory map, and with it the owner's thread.
+        Content stays. Huge pages are taken where the system has them. May be called on any thread, and releases the
+        GIL. It takes some 5 GB/s, a tenth of that where a virtual machine's host must find the memory. Small pages are
+        not mapped here: that would lock the process's memory map, and with it stop the owner's thread.
         """
         with self._open:  # the descriptor must not be closed, and its number reused, under the call
             if self._fd < 0:
                 return
             try:
                 _make_huge(self.view, offset, length)
-                if (
-                    self.ref.path is None
-                ):  # a file's is, and where its file system can't, libc writes: a race
+                # A file is reserved already. Where its filesystem can't, libc would write: a race.
+                if self.ref.path is None:
                     os.posix_fallocate(self._fd, offset, length)
             except OSError as error:
                 raise _refused(error, self.ref.size_bytes, None) from error
 
     def unname(self) -> None:
-        """Take the file's name away: whoever has mapped it keeps it, and a kill leaves nothing behind. Idempotent."""
+        """Unlink the file, after which no kill leaves it behind. Processes that have mapped it keep it. Idempotent."""
         if self.ref.path is not None:
             _unlink(self.ref.path)
 
     def close(self) -> None:
-        """Give the memory back, or leave that to the last view that is still held. Idempotent."""
+        """Give the memory back, once the last view of it is gone. Idempotent."""
         self.closed.set()
         with self._open:
             if self._fd < 0:
@@ -148,7 +143,7 @@ class HostMemory:
 
 
 def private_memory(size_bytes: int, name: str, *, at_once: bool = False) -> memoryview:
-    """Memory of this process's own, such as the pool's; ``at_once``: in huge pages now. Raises ``OSError``."""
+    """Memory like the pool's that only this process maps; with ``at_once`` taken now, in huge pages. Raises ``OSError``."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         _size(fd, size_bytes)
@@ -161,7 +156,7 @@ def private_memory(size_bytes: int, name: str, *, at_once: bool = False) -> memo
 
 
 def map_memory(ref: PoolRef) -> memoryview:
-    """Map another process's memory: the same bytes, shared. Raises ``UnsupportedError``: no pool on this host."""
+    """Map another process's memory: the same bytes, shared. Raises ``UnsupportedError`` if it can't be reached."""
     path = ref.path if ref.path is not None else f"/proc/{ref.pid}/fd/{ref.fd}"
     # /proc's entry is a link that the kernel follows to the open file itself; a pool file must not be a link.
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_NOFOLLOW if ref.path is not None else 0)
@@ -188,16 +183,15 @@ def map_memory(ref: PoolRef) -> memoryview:
 
 
 def populate(view: memoryview, offset: int, length: int) -> None:
-    """Map ``length`` bytes at ``offset`` (a multiple of the page size) in this process, backed with memory, in huge
-    pages where the system has them.
+    """Map ``length`` bytes at ``offset``, a multiple of the page size, in this process, backed with memory.
 
-    Their content stays. For whoever copies into the pool: the first copy into a page takes some 13 times as long as
-    the next one, 6 times where another process has touched it. Any thread; releases the GIL; in the background, as it
-    takes 0.5 s a GiB, or 0.2 s where the pages exist already. Kernels before 5.14 can't, and a sandbox may forbid it:
-    nothing happens.
+    Content stays. Huge pages are taken where the system has them. A process that copies into the pool calls this first:
+    the first copy into a page takes some 13 times as long as the next one, 6 times where another process has touched
+    it. May be called on any thread, and releases the GIL. It takes 0.5 s a GiB, or 0.2 s where the pages exist. On
+    kernels before 5.14, and where a sandbox forbids it, nothing happens. Raises ``PoolError``.
     """
     _make_huge(view, offset, length)
-    base = ctypes.c_char.from_buffer(view, offset)  # while this lives the mapping cannot go
+    base = ctypes.c_char.from_buffer(view, offset)  # keeps the mapping alive
     address = ctypes.addressof(base)
     for at in range(0, length, _HUGE_PAGE_BYTES):
         if (
@@ -211,22 +205,22 @@ def populate(view: memoryview, offset: int, length: int) -> None:
 
 
 def _make_huge(view: memoryview, offset: int, length: int) -> None:
-    """Make huge pages of what lies within these bytes; the content stays. Where the kernel can't, or has none, nothing
-    changes. docs/decisions/0018-collapse.md says why, with measurements.
+    """Make huge pages of what lies within these bytes; content stays. Nothing happens where the kernel has none.
+
+    docs/decisions/0018-collapse.md gives the reasons, with measurements.
     """
     base = ctypes.c_char.from_buffer(view, offset)
     begin = align_up(ctypes.addressof(base), _HUGE_PAGE_BYTES)
     length = (ctypes.addressof(base) + length - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    for at in range(
-        begin, begin + length, _HUGE_PAGE_BYTES
-    ):  # one that has no page at all is not collapsed
+    # A range that has no page at all is not collapsed, so each gets one.
+    for at in range(begin, begin + length, _HUGE_PAGE_BYTES):
         _libc.madvise(at, ALIGN, _MADV_POPULATE_WRITE)
     if length > 0:
         _libc.madvise(begin, length, _MADV_COLLAPSE)
 
 
 def reap(directory: str) -> list[str]:
-    """Unlink this user's pool files in ``directory`` whose creators have ended. Returns their paths."""
+    """Unlink the pool files of this user in ``directory`` whose creators are dead. Returns their paths."""
     reaped: list[str] = []
     for entry in os.listdir(directory):
         path = os.path.join(directory, entry)
@@ -242,16 +236,18 @@ def reap(directory: str) -> list[str]:
 
 
 def _create_locked(directory: str) -> tuple[int, str]:
+    """Create a pool file and lock it. Returns its descriptor and path."""
     for _ in range(_NAME_TRIES):
         path = os.path.join(directory, f"kvstow-{os.geteuid()}-{secrets.token_hex(8)}{FILE_SUFFIX}")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         if _lock(fd) and _same_file(fd, path):
             return fd, path
-        os.close(fd)  # between creation and lock a reaper took it for an orphan, and unlinks it
+        os.close(fd)  # another process has reaped it between its creation and its lock
     raise OSError(errno.EAGAIN, f"{_NAME_TRIES} new files were removed by others at once")
 
 
 def _open_own(path: str) -> int | None:
+    """A descriptor of a regular file of this user; None if ``path`` is no such file."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -279,9 +275,7 @@ def _same_file(fd: int, path: str) -> bool:
 
 
 def _unlink(path: str) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # already gone, or no longer ours to remove: the next start reaps it
+    with contextlib.suppress(OSError):  # it is gone, or the next start reaps it
         os.unlink(path)
 
 
@@ -291,34 +285,33 @@ def _size(fd: int, size_bytes: int) -> None:
 
 
 def _map(fd: int, size_bytes: int) -> memoryview:
-    """The whole of ``fd``, shared, until its last view is gone; where a huge page may begin, one of hugetlbfs too.
+    """Map all of ``fd``, shared, at an address where a huge page may begin, until the last view is gone.
 
-    So long it has a descriptor: by those others see which processes hold a pool.
+    Until then the process keeps a descriptor of it, by which others see which processes hold a pool.
     """
     alignment = max(_HUGE_PAGE_BYTES, os.fstat(fd).st_blksize)
     room = align_up(size_bytes, alignment) + alignment
     begin = _mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     at = align_up(begin, alignment)
     memory = (ctypes.c_char * size_bytes).from_address(at)
-    weakref.finalize(
-        memory, _libc.munmap, begin, room
-    ).atexit = False  # a thread may still be copying
+    # Not at exit, because a thread may still be copying.
+    weakref.finalize(memory, _libc.munmap, begin, room).atexit = False
     weakref.finalize(memory, os.close, os.dup(fd)).atexit = False
     _mmap(at, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
-    _libc.madvise(
-        at, size_bytes, mmap.MADV_HUGEPAGE
-    )  # a kernel that cannot collapse may have them all the same
+    # For kernels that have huge pages and no MADV_COLLAPSE.
+    _libc.madvise(at, size_bytes, mmap.MADV_HUGEPAGE)
     return memoryview(memory).cast("B")
 
 
 def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int) -> int:
-    got: int = _libc.mmap(address, length, protection, flags, fd, 0)
-    if got == _MAP_FAILED:
+    mapped: int = _libc.mmap(address, length, protection, flags, fd, 0)
+    if mapped == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return got
+    return mapped
 
 
 def _refused(error: OSError, size_bytes: int, directory: str | None) -> PoolError:
+    """The error to raise for what the system refused."""
     if directory is not None and error.errno not in _NO_MEMORY:
         return PoolError(
             f"pool_dir={directory!r}: cannot create a pool file there ({error}): set another directory"
