@@ -143,7 +143,10 @@ class HostMemory:
 
 
 def private_memory(size_bytes: int, name: str, *, at_once: bool = False) -> memoryview:
-    """Memory like the pool's that only this process maps; with ``at_once`` taken now, in huge pages. Raises ``OSError``."""
+    """Memory like the pool's that only this process maps. Raises ``OSError``.
+
+    ``at_once``: it is taken now, in huge pages, rather than at its first use.
+    """
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         _size(fd, size_bytes)
