@@ -16,7 +16,7 @@ demo:  ## a real vLLM answers a repeated prompt from kvstow (minutes the first t
 	@$(ENV) demo
 	@$(RUN) -m demo $(ARGS)
 
-test:  ## all tests, with vLLM 0.32 and the contract subset with vLLM 0.30
+test:  ## all tests, with vLLM 0.32 and the contract subset with vLLM 0.30 and 0.33
 	@$(ENV) contract
 	@scripts/test.sh $(ARGS)
 
@@ -36,4 +36,4 @@ test-rbln:  ## vllm-rbln on an emulated NPU with our connector, 4 minutes (its e
 	.venv-rbln/bin/python -m pytest tests/rbln/test_engine.py -m rbln $(ARGS)
 
 clean:  ## remove environments, caches and results
-	rm -rf .venv .venv-vllm030 .venv-rbln .cache out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm030 .venv-vllm033 .venv-rbln .cache out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

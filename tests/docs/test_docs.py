@@ -139,7 +139,8 @@ def test_json_and_shell_are_settings() -> None:
                 assert config["kv_connector"] == "KVStowConnector", name(block.page)
             else:
                 assert exists(f"{module}.{config['kv_connector']}"), name(block.page)
-            extra.append(config.get("kv_connector_extra_config", {}))
+            options = config.get("kv_connector_extra_config", {})
+            extra += [options] if "connectors" not in options else []
         given = dict(re.findall(r"\b(KVSTOW_[A-Z_]+)=(\S+)", block.body))
         given.pop(CONFIG_FILE, None)
         parse(None, given)

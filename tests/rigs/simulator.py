@@ -10,7 +10,7 @@ aborts at any point, failed loads, rejected drafts. ``SimWorker`` checks every b
         ...
     simulator.check_idle()
 
-The connector's hooks and the order of calls are vLLM's (0.30 to 0.32); nothing of vLLM is imported.
+The connector's hooks and the order of calls are vLLM's (0.30 to 0.33); nothing of vLLM is imported.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_versions_that_fit() -> None:
     assert bad(check_versions(ON_RBLN)) == []
 
 
-@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0rc1", "0.32.1+cpu"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0rc1", "0.33.0+cpu"])
 def test_vllms_that_are_served(version: str) -> None:
     assert (
         statuses(check_versions({"vllm": Package(version), "torch": Package("2.13.0")}))["vllm"]
@@ -97,7 +97,7 @@ def test_vllms_that_are_served(version: str) -> None:
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("0.29.9", Status.FAILED), ("0.33.0", Status.WARNING), ("dev", Status.UNKNOWN)],
+    [("0.29.9", Status.FAILED), ("0.34.0", Status.WARNING), ("dev", Status.UNKNOWN)],
 )
 def test_vllms_that_are_not(version: str, status: Status) -> None:
     assert (

