@@ -68,7 +68,7 @@ class ObjectsStore:
         """Raises ``StoreUnavailable`` or ``StoreRefused`` when the store can't be used now."""
         prefix = self._options.bucket.prefix
         path = f"{prefix}/kvstow" if prefix else "kvstow"
-        with _translated_errors(), suppress(FileNotFoundError):
+        with _translated_errors():
             try:
                 obstore.get(self._client, path, options={"range": (0, 1)})
             except FileNotFoundError as error:
@@ -81,25 +81,15 @@ class ObjectsStore:
             return self._run(self._concurrently(self._exists_async, paths))
 
     def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        deadline_s = self._deadline_s()
-        for key, buffer in items:
-            self._check_deadline(deadline_s)
-            outcomes.append(self._read(self._options.bucket.path_of(key), buffer))
-        return outcomes
+        path_of = self._options.bucket.path_of
+        return [self._read(path_of(key), buffer) for key, buffer in self._within_limit(items)]
 
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        deadline_s = self._deadline_s()
-        for key, parts in items:
-            self._check_deadline(deadline_s)
-            outcomes.append(self._write(self._options.bucket.path_of(key), parts))
-        return outcomes
+        path_of = self._options.bucket.path_of
+        return [self._write(path_of(key), parts) for key, parts in self._within_limit(items)]
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        deadline_s = self._deadline_s()
-        for key in keys:
-            self._check_deadline(deadline_s)
+        for key in self._within_limit(keys):
             with _translated_errors(), suppress(FileNotFoundError):
                 obstore.delete(self._client, self._options.bucket.path_of(key))
 
@@ -108,12 +98,13 @@ class ObjectsStore:
 
     # --- limits -------------------------------------------------------------------------------
 
-    def _deadline_s(self) -> float:
-        return self._clock.monotonic() + self._call_limit_s
-
-    def _check_deadline(self, deadline_s: float) -> None:
-        if self._clock.monotonic() >= deadline_s:
-            raise StoreUnavailable(f"the call has taken twice {self._options.timeout_s:g} s")
+    def _within_limit(self, items: Iterable[T]) -> Iterator[T]:
+        """Yields ``items``. Raises ``StoreUnavailable`` when the call's limit is over."""
+        deadline_s = self._clock.monotonic() + self._call_limit_s
+        for item in items:
+            if self._clock.monotonic() >= deadline_s:
+                raise StoreUnavailable(f"the call has taken twice {self._options.timeout_s:g} s")
+            yield item
 
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
         """Runs ``work`` in this thread. Raises ``TimeoutError`` when the call's limit is over."""
