@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import queue
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +193,15 @@ def test_the_log_says_once_that_its_client_listens_everywhere(
     assert caplog.text.count("listens on two ports of every interface") == 1
     assert len(_ports_open_to_all()) >= 2, "Mooncake has changed: correct the log and the docs"
     store.close()
+
+
+def test_its_client_logs_errors_only(
+    server: MooncakeServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(server.master)
+    store.ping()
+    store.close()
+    assert not re.search(r"^[IW]\d{4} ", capfd.readouterr().err, re.MULTILINE)
 
 
 def _ports_open_to_all() -> list[int]:

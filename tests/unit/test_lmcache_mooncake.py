@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstow.errors import SettingsError
-from kvstow.settings import Effective, parse_lmcache
+from kvstow.settings import Effective, convert_lmcache, parse_lmcache
 
 FILE = {
     "local_hostname": "10.0.0.7",
@@ -145,3 +145,14 @@ def test_a_file_without_a_master_and_a_url_without_one_are_refused(tmp_path: Pat
 def test_without_a_mooncake_url_the_file_is_not_read(tmp_path: Path) -> None:
     found = effective(str(tmp_path / "none.json"), url="redis://h")
     assert found.settings.mooncake.master is None
+
+
+def test_converting_a_file_reads_what_the_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", write(tmp_path, FILE))
+    lmcache = tmp_path / "lmcache.yaml"
+    lmcache.write_text("remote_url: mooncakestore://h:1\n")
+    entries = {entry.key: entry.value for entry in convert_lmcache(str(lmcache), workers=1).entries}
+    assert entries["mooncake.protocol"] == "rdma"
+    assert entries["mooncake.master"] == "h:1"
