@@ -168,7 +168,7 @@ def mla() -> dict[str, Any]:
 def gemma3() -> dict[str, Any]:
     """Sliding and full attention: vLLM's one-group fallback. With a lossy tier below, which only its last part uses."""
     with tempfile.TemporaryDirectory() as folder:
-        disk = {"paths": [folder], "size": "100MB", "min_free": 0, "codec": "cachegen"}
+        disk = {"paths": [folder], "size": "100MB", "min_free": 0, "codec": "quantized"}
         fetch = {"deadline_ms": 20_000, "min_tokens": 0}
         extra = {"memory.size": "200MB", "chunk_size": BLOCK, "disk": disk, "fetch": fetch}
         llm = make_engine(str(tiny_gemma3()), extra)

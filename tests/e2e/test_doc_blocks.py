@@ -240,7 +240,7 @@ def texts(model: Path) -> list[list[int]]:
 
 def test_k6_two_instances_share_a_redis_with_cachegen_and_how_far_it_is_off(folder: Path) -> None:
     """What B restores was computed by A, and the other way round. How the answers differ is written down, not asserted:
-    cachegen is lossy. In its own memory each has the exact KV."""
+    its codec is lossy. In its own memory each has the exact KV."""
     first, second = launches()[2:4]
     assert first.environment["PYTHONHASHSEED"] == second.environment["PYTHONHASHSEED"] == "0"
     model = smollm2()

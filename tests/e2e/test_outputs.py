@@ -92,7 +92,7 @@ def test_a_lossy_tier_gives_back_what_is_near_and_what_is_computed_on_it_is_not_
     astray = abs(computed["log_p"][0] - restored["log_p"][0])
     same = sum(a == b for a, b in zip(computed["tokens"], restored["tokens"], strict=True))
     print(
-        f"cachegen: {same} of {len(computed['tokens'])} tokens as computed, the first's log p {astray:.4f} off"
+        f"quantized: {same} of {len(computed['tokens'])} tokens as computed, the first's log p {astray:.4f} off"
     )
     assert astray < 1.0
 

@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("backports.zstd")
 
 from kvstow.codec.base import Codec
-from kvstow.codec.cachegen import MEAN_PARTS, RATES, CacheGen
 from kvstow.codec.lossless import Lossless
+from kvstow.codec.quantized import MEAN_PARTS, RATES, Quantized
 from kvstow.codec.raw import Raw
 from kvstow.codec.scaled import fp8, int8
 from kvstow.codec.shape import KVShape
 from kvstow.errors import FrameError, UnsupportedError
 
-LOSSY = [CacheGen(rate) for rate in RATES] + [int8(), fp8()]
+LOSSY = [Quantized(rate) for rate in RATES] + [int8(), fp8()]
 CODECS: list[Any] = [Raw(), Lossless(), *LOSSY]
 LAYOUT = {
     "float32": (23, 8),
@@ -138,7 +138,7 @@ def test_lossy_keeps_its_bound(codec: Any, dtype: str, order: str) -> None:
     data = encoded(codec, payload, shape)
     after = to_float(decoded(codec, data, shape), dtype).reshape(before.shape)
     n, k = order.index("n") + 2, order.index("k") + 2
-    if codec.name == "cachegen":
+    if codec.name == "quantized":
         step = np.frombuffer(codec.kind.parameters, np.float32)[0]
         residual = before - before.mean(axis=(1, n), keepdims=True)
         sigma = np.sqrt(
@@ -202,7 +202,7 @@ def test_a_sink_is_kept_exactly() -> None:
     values[2, 1, 0, 0, 5, 3] = 1e5  # one number that no symbol expresses
     values[1, 1, :, :, 9] = np.nan
     after = to_float(
-        decoded(CacheGen(), encoded(CacheGen(), values.tobytes(), shape), shape), "float32"
+        decoded(Quantized(), encoded(Quantized(), values.tobytes(), shape), shape), "float32"
     )
     after = after.reshape(values.shape)
     assert np.array_equal(after[:, 0, :, :, 0], values[:, 0, :, :, 0])
@@ -228,9 +228,9 @@ def test_other_lengths_and_other_shapes_are_refused(codec: Any) -> None:
 
 
 def test_spans_of_another_rate_are_refused() -> None:
-    data, shape = sample(CacheGen("low"))
+    data, shape = sample(Quantized("low"))
     with pytest.raises(FrameError):
-        decoded(CacheGen("high"), data, shape)
+        decoded(Quantized("high"), data, shape)
 
 
 @BY_NAME

@@ -34,7 +34,7 @@ from tests.unit.codec.kv import (
     spans_of,
 )
 
-NAMES = ("raw", "lossless", "lossless", "int8", "cachegen:low", "cachegen:high", "fp8")
+NAMES = ("raw", "lossless", "lossless", "int8", "quantized:low", "quantized:high", "fp8")
 CHUNKS = 8
 SEEDS = 60
 

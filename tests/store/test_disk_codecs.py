@@ -141,7 +141,7 @@ def test_a15_a_restarted_engine_restores_what_was_stored(
     assert counters["loaded_chunks|disk"] == len(CHUNKS)
     assert all(near(spans, i) for i, spans in enumerate(loaded))
     assert codec not in ("raw", "lossless") or loaded == [payload(i) for i in CHUNKS]
-    loaded, _ = live(settings(tmp_path, "cachegen:low", **more))
+    loaded, _ = live(settings(tmp_path, "quantized:low", **more))
     assert len(loaded) == len(CHUNKS), "what another setting wrote is read"
 
 
@@ -258,8 +258,8 @@ def test_a_codec_that_does_not_suit_the_kv_is_refused_by_its_setting(tmp_path: P
     from kvstow.codec.shape import KVShape
 
     one_byte = [[replace_dtype(shape) for shape in SHAPES[0]]]
-    given = settings(tmp_path, "cachegen")
-    with pytest.raises(UnsupportedError, match=r"disk\.codec cachegen: .*lossless"):
+    given = settings(tmp_path, "quantized")
+    with pytest.raises(UnsupportedError, match=r"disk\.codec quantized: .*lossless"):
         build.lower_tiers(
             given,
             LAYOUT,
@@ -302,4 +302,4 @@ def test_the_setting_offers_every_codec() -> None:
     from kvstow.codec.choose import NAMES
     from kvstow.settings.sections.codec import Codec
 
-    assert set(get_args(get_args(Codec)[0])) == {*NAMES, "cachegen"}
+    assert set(get_args(get_args(Codec)[0])) == {*NAMES, "quantized"}

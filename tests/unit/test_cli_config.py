@@ -64,7 +64,7 @@ def test_what_is_printed_is_settings_of_kvstows(kvstow: Kvstow, file: str, tmp_p
     assert settings.plugins.stores == ("mine=a:B",)
     assert "chunk_size: 256  # chunk_size in " in out
     assert (
-        "# max_local_cpu_size is GiB of each worker, kvstow's sizes are per engine: 20 GiB x 4 = memory.size"
+        "# max_local_cpu_size is of each worker, kvstow's sizes are per engine: 20 GiB x 4 = memory.size"
         in out
     )
     assert "use_layerwise in " in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from kvstow.errors import SettingsError
 from kvstow.settings import Effective, Settings, leaves, parse, parse_lmcache
 from kvstow.settings import lmcache as module
-from kvstow.settings.lmcache_keys import EXTRA_KEYS, EXTRA_MAPPED, KEYS, Fate, Given
-from kvstow.settings.lmcache_values import DEFAULT_POOL_GIB, GIB, translate
+from kvstow.settings.lmcache_keys import EXTRA_KEYS, EXTRA_MAPPED, KEYS, Fate, SourcedValue
+from kvstow.settings.lmcache_translate import DEFAULT_POOL_GIB, MINIMAL_POOL_GIB, translate
+from kvstow.settings.lmcache_values import GIB
 from kvstow.settings.sources import value_of
 from kvstow.settings.yamlfile import parse_yaml
 
@@ -64,7 +66,7 @@ MAPPED: dict[str, tuple[str, Strings, dict[str, Any]]] = {
         {"extra_config": '{"remote_storage_plugin.redis.redis_url": "redis://r"}'},
         {"redis.url": "redis://r"},
     ),
-    "remote_serde": ("cachegen", {"remote_url": "redis://h"}, {"redis.codec": "cachegen"}),
+    "remote_serde": ("cachegen", {"remote_url": "redis://h"}, {"redis.codec": "quantized"}),
     "blocking_timeout_secs": ("3", {"remote_url": "redis://h"}, {"redis.timeout_ms": 3000}),
     "save_decode_cache": ("True", {}, {"save_decode": True}),
     "min_retrieve_tokens": ("77", {}, {"fetch.min_tokens": 77}),
@@ -165,6 +167,15 @@ def test_o1_a_refused_key_stops_the_start_says_why_and_may_be_off(name: str) -> 
     assert f"LMCache's {name}: off, as in kvstow" in said(effective)
 
 
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.fate is Fate.WARNED])
+def test_a_key_that_kvstow_goes_on_without_is_a_warning_and_may_be_off(name: str) -> None:
+    effective = given(**{name: "True"})
+    assert effective.settings == given().settings
+    text = f"LMCache's {name} (from LMCACHE_{name.upper()}) has no effect: {KEYS[name].why}"
+    assert warned(effective) == text
+    assert warned(given(**{name: "False"})) == ""
+
+
 @pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.fate is Fate.IGNORED])
 def test_o1_an_ignored_key_changes_nothing_and_one_line_says_why(name: str) -> None:
     effective = given(**{name: "7"})
@@ -177,9 +188,8 @@ def test_o1_an_ignored_key_changes_nothing_and_one_line_says_why(name: str) -> N
 def test_keys_ignored_for_one_reason_share_a_line() -> None:
     effective = given(pd_role="sender", pd_buffer_size="1", use_layerwise="True")
     lines = [note.text for note in effective.notes if "enable_pd" in note.text]
-    why = "It only matters with enable_pd, which is refused"
-    assert lines == [f"LMCACHE_PD_BUFFER_SIZE, LMCACHE_PD_ROLE: ignored. {why}"]
-    assert said(effective).count("already overlapped") == 1
+    assert lines == ["LMCACHE_PD_BUFFER_SIZE, LMCACHE_PD_ROLE: ignored. Part of enable_pd"]
+    assert said(effective).count("beside other requests' steps") == 1
 
 
 def test_what_mapped_keys_become_exists() -> None:
@@ -297,9 +307,10 @@ def test_o1_a_missing_file_is_named() -> None:
         ("chunk_size", "abc", "an integer"),
         ("chunk_size", "1.5", "an integer"),
         ("local_cpu", "yes", "true or false"),
-        ("max_local_cpu_size", "5GB", "a number"),
-        ("max_local_cpu_size", "-1", "a number from 0 up"),
-        ("max_local_cpu_size", "nan", "a number from 0 up"),
+        ("max_local_cpu_size", "5XB", "a number of GiB"),
+        ("max_local_cpu_size", "auto", "a number of GiB"),
+        ("max_local_cpu_size", "-1", "a number of GiB from 0 up"),
+        ("max_local_cpu_size", "nan", "a number of GiB from 0 up"),
         ("remote_serde", "kivi", "naive or cachegen"),
         ("cache_policy", "MRU", "LRU, LFU or FIFO"),
         ("local_disk_path_sharding", "by_moon", "by_gpu"),
@@ -338,6 +349,7 @@ def test_a_relative_disk_path_is_refused_by_its_lmcache_name() -> None:
         ("redis://10.0.0.10:6379", {"redis.url": "redis://10.0.0.10:6379"}),
         ("unix:///run/redis.sock", {"redis.url": "unix:///run/redis.sock"}),
         ("valkey://h:1", {"redis.url": "redis://h:1"}),
+        ("valkeys://u:p@h:1", {"redis.url": "rediss://u:p@h:1"}),
         (
             "redis-sentinel://u:p@a:1,b:2",
             {"redis.url": "redis://u:p@a:1,b:2", "redis.topology": "sentinel"},
@@ -378,6 +390,37 @@ def test_remote_urls(url: str, comes_to: dict[str, Any]) -> None:
             },
         ),
         (
+            "s3://localhost:8080/bench",
+            {"disable_tls": True},
+            {
+                "objects.url": "s3://bench",
+                "objects.endpoint": "http://localhost:8080",
+                "objects.allow_http": True,
+            },
+        ),
+        (
+            "s3://10.0.0.7:9000/b/p",
+            {},
+            {"objects.url": "s3://b/p", "objects.endpoint": "https://10.0.0.7:9000"},
+        ),
+        (
+            "s3://[::1]:9000/b",
+            {},
+            {"objects.url": "s3://b", "objects.endpoint": "https://[::1]:9000"},
+        ),
+        (
+            "s3://minio:9000/b",
+            {},
+            {"objects.url": "s3://b", "objects.endpoint": "https://minio:9000"},
+        ),
+        (
+            "s3://s3.storage.example/b/p",
+            {"s3_file_prefix": "q/"},
+            {"objects.url": "s3://b/p/q", "objects.endpoint": "https://s3.storage.example"},
+        ),
+        ("s3://s3.us-east-1.amazonaws.com/b", {}, {"objects.url": "s3://b"}),
+        ("s3://s3-us-west-2.amazonaws.com/b", {}, {"objects.url": "s3://b"}),
+        (
             "mooncakestore://h:50051/",
             {"metadata_server": "http://h/m", "mooncake_protocol": "rdma", "protocol": "tcp"},
             {
@@ -415,16 +458,59 @@ def test_remote_urls_of_object_stores_and_mooncake(
         "remote_serde": "cachegen",
         "blocking_timeout_secs": 2,
     }
-    entries, _ = translate({key: Given(value, key) for key, value in keys.items()}, 2)
+    entries, _ = translate({key: SourcedValue(value, key) for key, value in keys.items()}, 2)
     got = {entry.key: entry.value for entry in entries}
     section = next(iter(comes_to)).partition(".")[0]
-    both = {f"{section}.codec": "cachegen", f"{section}.timeout_ms": 2000}
+    both = {f"{section}.codec": "quantized", f"{section}.timeout_ms": 2000}
     assert {key: value for key, value in got.items() if key.startswith(section)} == {
         **comes_to,
         **both,
     }
     assert parse(None, {}, base=entries).sources[f"{section}.codec"] == "remote_serde", (
         "and kvstow takes them"
+    )
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///b", "s3://s3.us-east-1.amazonaws.com", "s3://minio:9000/"]
+)
+def test_an_s3_url_without_a_bucket_is_refused(url: str) -> None:
+    assert "names no bucket" in refused(remote_url=url)
+
+
+@pytest.mark.parametrize(
+    ("url", "extra", "comes_to"),
+    [
+        (
+            "resp://h:1",
+            {"username": "default", "password": "p@ss"},
+            {"redis.url": "redis://default:p%40ss@h:1"},
+        ),
+        (
+            "valkey://h:1",
+            {"valkey_password": "p", "valkey_database": 3, "tls_enable": True},
+            {"redis.url": "rediss://:p@h:1/3"},
+        ),
+        (
+            "valkey://a:1, b:2",
+            {"valkey_mode": "cluster"},
+            {"redis.url": "redis://a:1,b:2", "redis.topology": "cluster"},
+        ),
+        (
+            "redis://u:p@h/2",
+            {"username": "x", "valkey_database": 0},
+            {"redis.url": "redis://u:p@h/2"},
+        ),
+    ],
+)
+def test_what_extra_config_says_of_redis_becomes_part_of_its_url(
+    url: str, extra: dict[str, Any], comes_to: dict[str, Any]
+) -> None:
+    effective = given(remote_url=url, extra_config=json.dumps(extra))
+    assert {key: of(effective, key) for key in comes_to} == comes_to
+    assert warned(effective) == ""
+    assert "expected standalone or cluster" in refused(
+        remote_url=url, extra_config='{"valkey_mode": "ring"}'
     )
 
 
@@ -460,7 +546,55 @@ def test_local_cpu_false_keeps_a_pool_and_says_so_and_is_refused_alone() -> None
     assert of(effective, "memory.size") == GIB
     assert "local_cpu false: the pool stays" in said(effective)
     assert "no other tier is set" in refused(local_cpu="False")
-    assert "more than 0" in refused(max_local_cpu_size="0")
+    assert "more than 0: no other tier is set" in refused(max_local_cpu_size="0")
+
+
+@pytest.mark.parametrize(
+    "lower",
+    [
+        {"local_disk": "/d", "max_local_disk_size": "9"},
+        {"remote_url": "redis://h"},
+        {"storage_plugins": "mine"},
+    ],
+)
+def test_no_pool_beside_a_lower_tier_is_a_minimal_one_and_a_warning(lower: Strings) -> None:
+    effective = given(workers=2, max_local_cpu_size="0", **lower)
+    assert of(effective, "memory.size") == 2 * MINIMAL_POOL_GIB * GIB
+    assert "each worker has 1 GiB" in warned(effective)
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [("100 GB", 100 * GIB), ("1.5GiB", 3 * GIB // 2), ("512MB", GIB // 2), ("2g", 2 * GIB)],
+)
+def test_a_size_may_have_a_unit_which_is_lmcaches(written: str, size: int) -> None:
+    effective = given(
+        max_local_cpu_size=written, local_disk="/d", max_local_disk_size=written, workers=2
+    )
+    assert (of(effective, "memory.size"), of(effective, "disk.size")) == (2 * size, 2 * size)
+    assert "memory.size" in said(effective), "and it is shown"
+
+
+@pytest.mark.parametrize("value", [True, "True", "true"])
+def test_a_disk_that_is_switched_on_without_a_directory_is_a_warning(value: object) -> None:
+    extra = {"lmcache.local_disk": value, "lmcache.max_local_disk_size": 9}
+    effective = given(extra=extra)
+    assert effective.settings.disk.paths is None
+    assert "local_disk is true and names no directory" in warned(effective)
+
+
+@pytest.mark.parametrize("value", [False, "False", None])
+def test_a_disk_that_is_switched_off_is_none(value: object) -> None:
+    effective = given(extra={"lmcache.local_disk": value})
+    assert effective.settings.disk.paths is None
+    assert warned(effective) == ""
+
+
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/kim")
+    effective = given(local_disk="~/a,file://~/b/", max_local_disk_size="1")
+    assert of(effective, "disk.paths") == ("/home/kim/a", "/home/kim/b")
+    assert "local_disk ~/a is /home/kim/a" in said(effective)
 
 
 # --- plug-ins and extra_config -----------------------------------------------------------------------------------
@@ -527,6 +661,9 @@ def test_o1_known_keys_of_extra_config_are_refused_or_ignored_with_a_line(name: 
     extra = f'{{"{name}": "x"}}'
     if EXTRA_KEYS[name].fate is Fate.REFUSED:
         assert EXTRA_KEYS[name].why in refused(extra_config=extra)
+    elif EXTRA_KEYS[name].fate is Fate.WARNED:
+        text = f"{name} in LMCACHE_EXTRA_CONFIG has no effect: {EXTRA_KEYS[name].why}"
+        assert text in warned(given(extra_config=extra))
     else:
         assert f"{name} in LMCACHE_EXTRA_CONFIG: ignored. " in said(given(extra_config=extra))
 

@@ -57,7 +57,7 @@ SENTINELS: dict[str, tuple[str, Any, Any]] = {
     "disk.policy": ("s3fifo", "s3fifo", "s3fifo"),
     "disk.admission": ("second_sight", "second_sight", "second_sight"),
     "disk.scrub_rate": ("1MB", "1MB", 10**6),
-    "disk.codec": ("cachegen:low", "cachegen:low", "cachegen:low"),
+    "disk.codec": ("quantized:low", "quantized:low", "quantized:low"),
     "disk.threads": ("2", 2, 2),
     "direct.engine": ("file", "file", "file"),
     "direct.path": ("/nvme0/a, /nvme1/b", ["/nvme0/a", "/nvme1/b"], ("/nvme0/a", "/nvme1/b")),

@@ -23,7 +23,7 @@ TextsArgument = Annotated[
     typer.Argument(exists=True, dir_okay=False, help="Text files of at least 1,152 tokens each."),
 ]
 CodecOption = Annotated[
-    list[str] | None, typer.Option("--codec", help="lossless, cachegen:low, …; may be repeated.")
+    list[str] | None, typer.Option("--codec", help="lossless, quantized:low, …; may be repeated.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 

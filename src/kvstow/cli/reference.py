@@ -82,7 +82,8 @@ connector](../how-to/from-lmcache.md).
 - **mapped**: it becomes a [setting](settings.md) of kvstow's.
 - **refused**: asking for it stops the start, because without it vLLM would do something else than you count on. Its off
   value is fine.
-- **ignored**: it changes nothing, and one line in the log says so and why.
+- **warned**: kvstow goes on without it, and a warning in the log says why. It changes neither results nor what is kept.
+- **ignored**: it has no effect, and one line in the log says why.
 
 A key that LMCache doesn't have is ignored too, with a warning that names the nearest.
 

@@ -7,18 +7,18 @@ from functools import cache
 from typing import Final
 
 from kvstow.codec.base import Codec
-from kvstow.codec.cachegen import RATES, CacheGen
 from kvstow.codec.container import Kind
 from kvstow.codec.lossless import Lossless
+from kvstow.codec.quantized import RATES, Quantized
 from kvstow.codec.raw import Raw
 from kvstow.codec.scaled import fp8, int8
 from kvstow.errors import SettingsError
 
-NAMES: Final = ("raw", "lossless", "fp8", "int8", *(f"cachegen:{rate}" for rate in RATES))
+NAMES: Final = ("raw", "lossless", "fp8", "int8", *(f"quantized:{rate}" for rate in RATES))
 
 
 def codec(name: str) -> Codec:
-    """``cachegen`` alone is its middle rate. Raises ``SettingsError`` for a name that is none."""
+    """``quantized`` alone is its middle rate. Raises ``SettingsError`` for a name that is none."""
     match name.split(":"):
         case ["raw"]:
             return Raw()
@@ -28,10 +28,10 @@ def codec(name: str) -> Codec:
             return fp8()
         case ["int8"]:
             return int8()
-        case ["cachegen"]:
-            return CacheGen()
-        case ["cachegen", rate] if rate in RATES:
-            return CacheGen(rate)
+        case ["quantized"]:
+            return Quantized()
+        case ["quantized", rate] if rate in RATES:
+            return Quantized(rate)
     raise SettingsError(f"codec {name!r} is none of {', '.join(NAMES)}")
 
 

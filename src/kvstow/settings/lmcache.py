@@ -1,20 +1,27 @@
-"""LMCache's configuration as kvstow's settings: its YAML file, its ``LMCACHE_*`` variables, and what vLLM is given as
-``lmcache.<key>`` in ``kv_connector_extra_config``, the later the stronger. Its table: ``kvstow.settings.lmcache_keys``.
+"""LMCache's configuration, collected from all its sources and translated into kvstow's settings.
 
-Only connectors with LMCache's names read any of it. Nothing that is given is dropped in silence.
+The sources are LMCache's YAML file, its ``LMCACHE_*`` variables, and ``lmcache.<key>`` in vLLM's
+``kv_connector_extra_config``; later ones win. Only connectors with LMCache's names read them. Every
+key that is set leads to a setting, a line in the log, or an error.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from kvstow.errors import SettingsError
-from kvstow.settings.lmcache_keys import ALIASES, CONNECTOR_KEYS, KEYS, OTHER_VARIABLES, Given
+from kvstow.settings.lmcache_keys import (
+    ALIASES,
+    CONNECTOR_KEYS,
+    KEYS,
+    OTHER_VARIABLES,
+    SourcedValue,
+)
 from kvstow.settings.lmcache_mooncake import CONFIG_PATH
-from kvstow.settings.lmcache_values import Translation, translate
+from kvstow.settings.lmcache_translate import Translation, translate
 from kvstow.settings.sources import (
     EXTRA_CONFIG,
     Effective,
@@ -33,7 +40,11 @@ OVERRIDE: Final = "lmcache."
 
 
 def load_lmcache(extra_config: Mapping[str, Any] | None, *, workers: int) -> Effective:
-    """The settings of this process, LMCache's under kvstow's own. ``workers``: ranks of an engine, TP x PP."""
+    """Returns this process's settings, kvstow's own over LMCache's.
+
+    ``extra_config`` is vLLM's ``kv_connector_extra_config``, or None. ``workers`` is the number of
+    ranks of an engine: tensor times pipeline parallel size.
+    """
     return parse_lmcache(os.environ, extra_config, workers=workers)
 
 
@@ -43,93 +54,104 @@ def lmcache_variables() -> list[str]:
 
 
 def convert_lmcache(file: str | None, *, workers: int) -> Translation:
-    """What ``file`` says; without it the variables of this process, and the file that they name."""
-    given, notes = gather({} if file else os.environ, {}, file=file)
-    if not given:
+    """Translates ``file``, or, without it, this process's variables and the file that they name."""
+    values, notes = collect({} if file else os.environ, {}, file=file)
+    if not values:
         where = file or f"this shell's {PREFIX}* variables"
         notes.append(Note(True, f"Nothing of LMCache's is set in {where}: these are its defaults"))
-    entries, more = translate(given, workers, os.environ.get(CONFIG_PATH))
-    return Translation(entries, notes + more)
+    translation = translate(values, workers, os.environ.get(CONFIG_PATH))
+    return Translation(translation.entries, notes + translation.notes)
 
 
 def parse_lmcache(
     env: Mapping[str, str], extra_config: Mapping[str, Any] | None, *, workers: int
 ) -> Effective:
-    """kvstow's settings from all that is given, kvstow's own over LMCache's. Raises ``SettingsError`` naming source and
-    key: a wrong type, or something that kvstow can't do and the user counts on."""
+    """Returns settings from all sources, kvstow's own over LMCache's.
+
+    Raises ``SettingsError``, which names source and key, for a wrong value and for something that
+    kvstow can't do and the user relies on.
+    """
     extra = extra_config or {}
     theirs = {
         key: value
         for key, value in extra.items()
         if str(key).startswith(OVERRIDE) or key in CONNECTOR_KEYS
     }
-    given, notes = gather(env, theirs)
-    entries, more = translate(given, workers, env.get(CONFIG_PATH))
     own = {key: value for key, value in extra.items() if key not in theirs}
+    values, notes = collect(env, theirs)
+    entries, more_notes = translate(values, workers, env.get(CONFIG_PATH))
     effective = parse(None, env, own, base=entries)
-    notes += more
-    won = [
-        f"{e.key} ({effective.sources[e.key]})"
-        for e in entries
-        if effective.sources[e.key] != e.source
+    notes += more_notes
+    overruled = [
+        f"{entry.key} ({effective.sources[entry.key]})"
+        for entry in entries
+        if effective.sources[entry.key] != entry.source
     ]
-    if won:
-        notes.append(Note(True, f"kvstow's own settings win over LMCache's: {', '.join(won)}"))
+    if overruled:
+        text = f"kvstow's own settings win over LMCache's: {', '.join(overruled)}"
+        notes.append(Note(True, text))
     return replace(effective, notes=tuple(notes))
 
 
-def gather(
+def collect(
     env: Mapping[str, str], extra: Mapping[str, Any], *, file: str | None = None
-) -> tuple[dict[str, Given], list[Note]]:
-    """LMCache's keys that are given, the strongest of each, and what there is to say of others."""
-    given: dict[str, Given] = {}
-    notes: list[Note] = []
+) -> tuple[dict[str, SourcedValue], list[Note]]:
+    """Returns the strongest value of each of LMCache's keys, and notes on what is no key.
 
-    def take(found: Iterable[tuple[str, object, str]]) -> None:
-        for written, value, source in found:
-            name = ALIASES.get(written, written)
-            if name in KEYS:
-                given[name] = Given(value, source)
-            else:
-                said = (
-                    f"{source} is not a key of LMCache's and is ignored; {nearest(written, KEYS)}"
-                )
-                notes.append(Note(True, said))
-
-    named_by = ""
-    if file is None and env.get(CONFIG_FILE, "").strip():
-        file, named_by = env[CONFIG_FILE], f" (named by {CONFIG_FILE})"
-    if file is not None:
-        found = read_yaml(file, named_by).items()
-        take((str(key), value, f"{shown_name(str(key))} in {file}") for key, value in found)
-    variables: list[tuple[str, object, str]] = []
+    ``extra`` is LMCache's part of ``kv_connector_extra_config``. ``file`` replaces the one that a
+    variable names.
+    """
     if env.get(FORCE_SKIP_SAVE, "").strip():
         raise SettingsError(
             f"{FORCE_SKIP_SAVE} can't be served: to store nothing set kv_role to kv_consumer"
         )
-    known = (CONFIG_FILE, FORCE_SKIP_SAVE)
-    for variable in sorted(name for name in env if name.startswith(PREFIX) and name not in known):
+    sources = _Sources()
+    named_by = ""
+    if file is None and env.get(CONFIG_FILE, "").strip():
+        file = env[CONFIG_FILE]
+        named_by = f" (named by {CONFIG_FILE})"
+    if file is not None:
+        for key, value in read_yaml(file, named_by).items():
+            sources.add(str(key), value, f"{shown_name(str(key))} in {file}")
+    for variable in sorted(name for name in env if name.startswith(PREFIX)):
+        if variable in (CONFIG_FILE, FORCE_SKIP_SAVE) or of_kubernetes(variable, env[variable]):
+            continue
         if variable in OTHER_VARIABLES:
-            notes.append(Note(False, f"{variable} is ignored: {OTHER_VARIABLES[variable]}"))
-        elif not of_kubernetes(variable, env[variable]):
-            variables.append(
-                (
-                    variable.removeprefix(PREFIX).lower(),
-                    _unquoted(env[variable]),
-                    shown_name(variable),
-                )
-            )
-    take(variables)
-    named = [key for key in extra if key in CONNECTOR_KEYS]
-    notes += [
-        Note(False, f"{key} in {EXTRA_CONFIG} is ignored: {CONNECTOR_KEYS[key]}") for key in named
-    ]
-    take(
-        (key.removeprefix(OVERRIDE), value, f"{shown_name(key)} in {EXTRA_CONFIG}")
-        for key, value in extra.items()
-        if key not in CONNECTOR_KEYS
-    )
-    return given, notes
+            sources.ignore(variable, OTHER_VARIABLES[variable])
+        else:
+            name = variable.removeprefix(PREFIX).lower()
+            sources.add(name, _unquoted(env[variable]), shown_name(variable))
+    for key, value in extra.items():
+        if key in CONNECTOR_KEYS:
+            sources.ignore(f"{key} in {EXTRA_CONFIG}", CONNECTOR_KEYS[key])
+        else:
+            source = f"{shown_name(key)} in {EXTRA_CONFIG}"
+            sources.add(key.removeprefix(OVERRIDE), value, source)
+    return sources.values, sources.notes
+
+
+class _Sources:
+    """Values of LMCache's keys, added from the weakest source to the strongest."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, SourcedValue] = {}
+        self.notes: list[Note] = []
+
+    def add(self, written: str, value: object, source: str) -> None:
+        """Add a value.
+
+        ``written`` is the key as its source has it, perhaps an older name or none.
+        """
+        name = ALIASES.get(written, written)
+        if name in KEYS:
+            self.values[name] = SourcedValue(value, source)
+            return
+        text = f"{source} is not a key of LMCache's and is ignored; {nearest(written, KEYS)}"
+        self.notes.append(Note(True, text))
+
+    def ignore(self, source: str, why: str) -> None:
+        """Note that something has no effect."""
+        self.notes.append(Note(False, f"{source} is ignored: {why}"))
 
 
 def _unquoted(text: str) -> str:

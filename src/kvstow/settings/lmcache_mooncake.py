@@ -6,14 +6,13 @@ LMCache reads the file if ``MOONCAKE_CONFIG_PATH`` names one, and then no key of
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from decimal import Decimal
 from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs
 
 from kvstow.errors import SettingsError
-from kvstow.settings.lmcache_keys import Entry, Given
+from kvstow.settings.lmcache_keys import Entry, SourcedValue
+from kvstow.settings.lmcache_values import parse_binary_size
 from kvstow.settings.sources import Note, shown, shown_name
 from kvstow.settings.values import MAX_BYTES, format_size
 from kvstow.settings.yamlfile import read_bytes
@@ -31,9 +30,6 @@ SETTINGS: Final = {  # Mooncake's keys, and kvstow's settings for them
     "local_hostname": "mooncake.local_hostname",
 }
 DEFAULT_SEGMENT_BYTES: Final = 3_355_443_200  # that LMCache lends, for each worker
-
-_SIZE: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)b?")
-_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}  # of 1,024, as Mooncake reads them
 
 
 class MooncakeSources(NamedTuple):
@@ -53,7 +49,7 @@ class MooncakeSources(NamedTuple):
 
 
 def translate_mooncake(
-    given: MooncakeSources, config_file: str | None, workers: int
+    sources: MooncakeSources, config_file: str | None, workers: int
 ) -> tuple[list[Entry], list[Note], set[str]]:
     """Returns kvstow's settings, notes for the log, and the keys of ``extra_config`` dealt with.
 
@@ -61,8 +57,8 @@ def translate_mooncake(
     address and device win over what file and ``extra_config`` say. Raises ``SettingsError``.
     """
     notes: list[Note] = []
-    names = _names_in_extra(given.extra)
-    used = {key for key in given.extra if key.removeprefix("mooncake_") in names}
+    names = _names_in_extra(sources.extra)
+    used = {key for key in sources.extra if key.removeprefix("mooncake_") in names}
     if config_file:
         values, others = read_config_file(config_file)
         file = f"{config_file} (named by {CONFIG_PATH})"
@@ -77,18 +73,18 @@ def translate_mooncake(
             notes.append(Note(False, text))
     else:
         values = {
-            key: Given(given.extra[name], given.extra_source)
+            key: SourcedValue(sources.extra[name], sources.extra_source)
             for key, name in names.items()
-            if given.extra[name] or key == SEGMENT_SIZE
+            if sources.extra[name] or key == SEGMENT_SIZE
         }
-    address, _, query = given.url.partition("?")
+    address, _, query = sources.url.partition("?")
     if address.strip("/"):
-        values[MASTER] = Given(address.strip("/"), given.url_source)
+        values[MASTER] = SourcedValue(address.strip("/"), sources.url_source)
     for device in parse_qs(query).get("device", [])[:1]:
-        values[DEVICE] = Given(device, given.url_source)
+        values[DEVICE] = SourcedValue(device, sources.url_source)
     if MASTER not in values:
         raise SettingsError(
-            f"LMCache's remote URL (from {given.url_source}) names no master: write "
+            f"LMCache's remote URL (from {sources.url_source}) names no master: write "
             f"mooncakestore://host:port, or {MASTER} into extra_config or into the file that "
             f"{CONFIG_PATH} names"
         )
@@ -100,7 +96,7 @@ def translate_mooncake(
         for key, setting in SETTINGS.items()
         if key in values
     ]
-    segment = values.get(SEGMENT_SIZE, Given(DEFAULT_SEGMENT_BYTES, "LMCache's default"))
+    segment = values.get(SEGMENT_SIZE, SourcedValue(DEFAULT_SEGMENT_BYTES, "LMCache's default"))
     lent = _segment_bytes(segment) * workers
     entries.append(Entry("mooncake.segment_size", segment.source, lent))
     text = f"{SEGMENT_SIZE} is what each worker lends to Mooncake: mooncake.segment_size "
@@ -108,7 +104,7 @@ def translate_mooncake(
     return entries, notes, used
 
 
-def read_config_file(path: str) -> tuple[dict[str, Given], list[str]]:
+def read_config_file(path: str) -> tuple[dict[str, SourcedValue], list[str]]:
     """Reads Mooncake's JSON file.
 
     Returns the keys that kvstow serves and that are set, and the names of all others. Raises
@@ -117,7 +113,7 @@ def read_config_file(path: str) -> tuple[dict[str, Given], list[str]]:
     """
     named_by = f" (named by {CONFIG_PATH})"
     content = _parse(read_bytes(path, named_by, "Mooncake's file"), f"{path}{named_by}")
-    values: dict[str, Given] = {}
+    values: dict[str, SourcedValue] = {}
     others: list[str] = []
     for key, value in content.items():
         source = f"{key} in {path}{named_by}"
@@ -126,11 +122,11 @@ def read_config_file(path: str) -> tuple[dict[str, Given], list[str]]:
         elif value is None or value == "":  # Mooncake's default
             continue
         elif key == SEGMENT_SIZE:
-            values[key] = Given(value, source)
+            values[key] = SourcedValue(value, source)
         elif not isinstance(value, str):
             raise SettingsError(f"{source}: expected text, not {shown(value)}")
         else:
-            values[key] = Given(value.lower() if key == PROTOCOL else value, source)
+            values[key] = SourcedValue(value.lower() if key == PROTOCOL else value, source)
     return values, others
 
 
@@ -147,14 +143,14 @@ def _names_in_extra(extra: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def _segment_bytes(segment: Given) -> int:
+def _segment_bytes(segment: SourcedValue) -> int:
     """Returns the bytes of ``global_segment_size``, an integer or text such as ``4GB`` (2^30)."""
     value = segment.value
     size = None
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
-    elif isinstance(value, str) and (found := _SIZE.fullmatch(value.strip().lower())):
-        size = int(Decimal(found[1]) * 1024 ** _POWERS[found[2]])
+    elif isinstance(value, str):
+        size = parse_binary_size(value)
     if size is None or not 0 <= size <= MAX_BYTES:
         raise SettingsError(
             f"{SEGMENT_SIZE} (from {segment.source}): expected a size: bytes, or text such as "

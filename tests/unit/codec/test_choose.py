@@ -22,14 +22,14 @@ def test_every_name() -> None:
     found = [codec(name) for name in NAMES]
     assert [c.name for c in found] == [name.split(":")[0] for name in NAMES]
     assert len({c.kind for c in found}) == len(NAMES)
-    assert codec("cachegen").kind == codec("cachegen:middle").kind
+    assert codec("quantized").kind == codec("quantized:middle").kind
     assert [c.lossy for c in found] == [False, False] + [True] * 5
     assert all(c.error for c in found)
 
 
-@pytest.mark.parametrize("name", ["", "zstd", "cachegen:best", "lossless:1", "raw:"])
+@pytest.mark.parametrize("name", ["", "zstd", "quantized:best", "lossless:1", "raw:"])
 def test_other_names(name: str) -> None:
-    with pytest.raises(SettingsError, match="cachegen:middle"):
+    with pytest.raises(SettingsError, match="quantized:middle"):
         codec(name)
 
 

@@ -110,8 +110,8 @@ def test_what_coding_does_not_shorten_stays_a_raw_frame() -> None:
 def test_a_codec_that_does_not_suit_the_kv_is_refused_by_name() -> None:
     bytes_of = [[KVShape.unknown("bfloat16", shape.nbytes) for shape in SHAPES[0]]]
     FrameCoder(choose.codec("lossless"), LAYOUT, bytes_of, choose.known)
-    with pytest.raises(UnsupportedError, match=r"cachegen.*lossless"):
-        FrameCoder(choose.codec("cachegen"), LAYOUT, bytes_of, choose.known)
+    with pytest.raises(UnsupportedError, match=r"quantized.*lossless"):
+        FrameCoder(choose.codec("quantized"), LAYOUT, bytes_of, choose.known)
     with pytest.raises(ValueError):
         FrameCoder(choose.codec("raw"), LAYOUT, [[SHAPES[0][0]] * 2], choose.known)
 
@@ -191,7 +191,7 @@ def test_headers_that_do_not_fit_the_layout_or_the_codec_are_frame_errors(name: 
 
 def test_a_lossy_frame_that_calls_itself_exact_is_a_frame_error() -> None:
     with pytest.raises(FrameError, match="says that it is exact"):
-        restored(forged(coded("cachegen", 1), lossy=False))
+        restored(forged(coded("quantized", 1), lossy=False))
 
 
 REFUSED = [

@@ -151,7 +151,7 @@ def test_a_forged_coded_frame_is_corrupt_and_set_aside() -> None:
 
 
 def test_what_a_tier_has_is_not_coded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = One("cachegen")
+    one = One("quantized")
     assert one.write(1)
     before = one.stored(1)
     monkeypatch.setattr(

@@ -14,14 +14,14 @@ Codec: TypeAlias = Annotated[
         "lossless",
         "fp8",
         "int8",
-        "cachegen",
-        "cachegen:high",
-        "cachegen:middle",
-        "cachegen:low",
+        "quantized",
+        "quantized:high",
+        "quantized:middle",
+        "quantized:low",
     ],
     Meta(
         description="How chunks are made smaller on their way to this tier. `lossless` gives back every bit; `fp8`, "
-        "`int8` and `cachegen` (of high, middle or low quality, middle if not said) change outputs a little. All but "
+        "`int8` and `quantized` (of high, middle or low quality, middle if not said) change outputs a little. All but "
         "`raw` need `pip install 'kvstow[codec]'`.",
     ),
 ]

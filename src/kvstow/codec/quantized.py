@@ -1,4 +1,6 @@
-"""Lossy, at a chosen rate: what the CacheGen serde is elsewhere, by another method. See docs/reference/codecs.md.
+"""A lossy codec with a choice of rates: means are subtracted, the rest is quantised and entropy-coded.
+
+It takes the place of CacheGen, by another method: docs/reference/codecs.md compares them.
 
 For each layer the mean of each channel over the chunk's tokens is subtracted, and what is left is rounded to multiples
 of one step for K and one for V, a fixed part of σ, the root mean square of the residuals. One step for all channels
@@ -55,10 +57,10 @@ class _Side(NamedTuple):
     kept: Array  # [layers, blocks, tokens], bool
 
 
-class CacheGen:
+class Quantized:
     """See the module. ``rate`` is the quality: ``high``, ``middle`` or ``low``."""
 
-    name: Final = "cachegen"
+    name: Final = "quantized"
     lossy: Final = True
 
     def __init__(self, rate: str = "middle") -> None:
