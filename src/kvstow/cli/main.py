@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvstow import __version__
-from kvstow.cli import codec, config, disk
+from kvstow.cli import config, disk
 from kvstow.cli.doctor import doctor
 from kvstow.cli.output import lenient, printable
 from kvstow.cli.verify import verify_offload
@@ -25,7 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(disk.app, name="disk")
-app.add_typer(codec.app, name="codec")
 app.add_typer(config.app, name="config")
 app.command()(disk.namespaces)
 app.command()(doctor)

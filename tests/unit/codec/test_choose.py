@@ -1,21 +1,17 @@
-"""Codecs by name, the command line, and what is measured of a codec, without a model."""
+"""Codecs by name, and their speed as the benchmark measures it, without a model."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("backports.zstd")
 pytest.importorskip("torch")
 
-from kvstow.cli.main import app
+from bench.codec_effect import speed
 from kvstow.codec.choose import NAMES, codec
-from kvstow.codec.effect import speed
 from kvstow.codec.shape import KVShape
-from kvstow.errors import SettingsError, UnsupportedError
+from kvstow.errors import SettingsError
 
 
 def test_every_name() -> None:
@@ -41,31 +37,3 @@ def test_what_speed_measures() -> None:
     assert found.ratio == 1
     assert found.zstd1_ratio > 1
     assert min(found) > 0
-
-
-def test_the_command_wants_a_known_codec(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("too short")
-    given = [str(tmp_path / "text"), "--model", str(tmp_path), "--codec", "zip"]
-    done = CliRunner().invoke(app, ["codec", "bench", *given])
-    assert isinstance(done.exception, SettingsError)
-
-
-def test_the_command_wants_texts_and_a_model_that_are_there(tmp_path: Path) -> None:
-    assert (
-        CliRunner()
-        .invoke(app, ["codec", "bench", str(tmp_path / "none"), "--model", str(tmp_path)])
-        .exit_code
-        == 2
-    )
-    (tmp_path / "text").write_text("too short")
-    assert (
-        CliRunner()
-        .invoke(app, ["codec", "bench", str(tmp_path / "text"), "--model", "none"])
-        .exit_code
-        == 2
-    )
-    done = CliRunner().invoke(
-        app, ["codec", "bench", str(tmp_path / "text"), "--model", str(tmp_path)]
-    )
-    assert isinstance(done.exception, UnsupportedError)
-    assert f"--model {tmp_path}: " in str(done.exception)

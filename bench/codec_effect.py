@@ -1,7 +1,8 @@
-"""What codecs cost and do, measured: on the KV of a real model, and on what the model then says.
+"""Measures codecs on the KV of a real model: size, speed, and the effect on the model's predictions.
 
-A text's first ``PREFIX`` tokens are computed in float32 and their KV rounded to bfloat16; each codec restores it, and
-the model scores the rest of the text after what was restored, and after the bfloat16 KV itself.
+A text's first ``PREFIX`` tokens are computed in float32 and their KV is rounded to bfloat16. Each codec
+encodes and decodes it. The model then scores the rest of the text twice: after the decoded KV, and after
+the bfloat16 KV itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROUNDS: Final = 5
 
 
 class Speed(NamedTuple):
-    """Of one core; GB/s of bfloat16 bytes; over: times as fast as zstd level 1 on the same bytes."""
+    """Speed of one core in GB/s of bfloat16 bytes, and relative to zstd level 1 on the same bytes."""
 
     ratio: float
     encode_gb_s: float
@@ -36,6 +37,8 @@ class Speed(NamedTuple):
 
 
 class Effect(NamedTuple):
+    """Perplexity after the decoded KV and before coding, and the mean KL of the next token, in nats."""
+
     perplexity: float
     perplexity_before: float
     mean_kl: float
@@ -74,18 +77,20 @@ class Subject:
         ]
 
     def effect(self, codec: Codec) -> Effect:
+        """The effect of coding the prefix on how the model scores the rest of the text."""
         chunks = []
         for payload in self.payloads():
             back = bytearray(self.shape.nbytes)
             codec.decode(_encoded(codec, payload, self.shape), self.shape, memoryview(back))
             pages = np.frombuffer(back, np.uint16).reshape(self.shape.layers, *self.shape.page)
             chunks.append(pages.transpose(0, 2, 1, 3, 4))
-        before, after = self._before, self._score(np.concatenate(chunks, axis=3))
+        before = self._before
+        after = self._score(np.concatenate(chunks, axis=3))
         divergence = (before.exp() * (before - after)).sum(-1).mean()
         return Effect(self._perplexity(after), self._perplexity(before), float(divergence))
 
     def _score(self, kv: Array) -> torch.Tensor:
-        """Log probabilities after each token of the rest."""
+        """Returns log probabilities after each token of the rest of the text."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache()
@@ -101,14 +106,19 @@ class Subject:
 
 
 def speed(codec: Codec, payloads: Sequence[bytes], shape: KVShape, rounds: int = ROUNDS) -> Speed:
-    """CPU seconds of this thread, which neighbours disturb less than wall time. Sides alternate; each runs once
-    untimed before its timed run, so that neither pays for memory that the other gave back."""
+    """Measures CPU seconds of this thread, which other processes disturb less than wall time.
+
+    The codec and zstd alternate. Each runs once untimed before its timed run, so that neither pays for
+    memory that the other has freed.
+    """
     times: dict[str, list[float]] = {"encode": [], "decode": [], "pack": [], "unpack": []}
     size = packed_size = 0
     for at in range(max(rounds, len(payloads))):
         payload = payloads[at % len(payloads)]
-        encoded, packed = _encoded(codec, payload, shape), zstd.compress(payload, 1)
-        size, packed_size = size + len(encoded), packed_size + len(packed)
+        encoded = _encoded(codec, payload, shape)
+        packed = zstd.compress(payload, 1)
+        size += len(encoded)
+        packed_size += len(packed)
         out = memoryview(bytearray(codec.max_encoded_bytes(shape)))
         back = memoryview(bytearray(shape.nbytes))
         times["encode"].append(
@@ -117,7 +127,10 @@ def speed(codec: Codec, payloads: Sequence[bytes], shape: KVShape, rounds: int =
         times["pack"].append(_seconds(lambda p=payload: zstd.compress(p, 1)))
         times["decode"].append(_seconds(lambda e=encoded, b=back: codec.decode(e, shape, b)))
         times["unpack"].append(_seconds(lambda p=packed: zstd.decompress(p)))
-    encode, decode, pack, unpack = (median(values) for values in times.values())
+    encode = median(times["encode"])
+    decode = median(times["decode"])
+    pack = median(times["pack"])
+    unpack = median(times["unpack"])
     raw = shape.nbytes * len(times["encode"])
     giga = shape.nbytes / 1e9
     return Speed(
@@ -128,7 +141,7 @@ def speed(codec: Codec, payloads: Sequence[bytes], shape: KVShape, rounds: int =
 def measure(
     directory: str, texts: Sequence[str], codecs: Sequence[Codec]
 ) -> Iterator[dict[str, Any]]:
-    """For each text and codec: speed and effect."""
+    """Yields a row for each text and codec: its speed and, of a lossy codec, its effect."""
     for number, text in enumerate(texts):
         subject = Subject(directory, text)
         payloads = subject.payloads()
