@@ -86,7 +86,7 @@ def test_ls_shows_the_namespaces(store: DiskStore, tmp_path: Path) -> None:
     }
     assert all(row["bytes"] >= 5 * GROUP.frame_bytes and row["newest_age_s"] >= 0 for row in rows)
     assert BIG.hex()[:16] in kvstow("disk", "ls", "--path", str(tmp_path))
-    assert os.listdir(tmp_path / "run") == [f"{store._volumes[0].attach().token}.lock"], (
+    assert os.listdir(tmp_path / "run") == [f"{store._volumes[0].access.attach().token}.lock"], (
         "the command left no lock"
     )
 

@@ -77,11 +77,11 @@ def _by_delete(store: DiskStore) -> None:
 
 
 def _by_eviction(store: DiskStore) -> None:
-    store._volumes[0]._room._evict(store._volumes[0].attach(), 1)
+    store._volumes[0]._room._evict(store._volumes[0].access.attach(), 1)
 
 
 def _from_quarantine(store: DiskStore) -> None:
-    mount = store._volumes[0].attach()
+    mount = store._volumes[0].access.attach()
     quarantine.shrink(mount, 0, 0)
 
 
@@ -301,7 +301,7 @@ def test_an_eviction_that_fails_midway_says_what_it_has_freed(
     with monkeypatch.context() as patch:
         patch.setattr(room, "remove_chunk", second_fails)
         with pytest.raises(OSError, match="broken"):
-            store._volumes[0]._room._evict(store._volumes[0].attach(), 3 * CHUNK)
+            store._volumes[0]._room._evict(store._volumes[0].access.attach(), 3 * CHUNK)
     assert used(store) == before - CHUNK
 
 

@@ -304,7 +304,7 @@ def test_a_closed_store_leaves_no_trace_of_itself(tmp_path: Path) -> None:
     assert on_disk(tmp_path) < 3 * CHUNK
 
 
-@pytest.mark.parametrize("work", ["check_in_place", "scan", "reap"])
+@pytest.mark.parametrize("work", ["scan", "reap"])
 def test_background_work_that_ends_by_an_unforeseen_error_is_logged_counted_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, work: str
 ) -> None:

@@ -99,12 +99,12 @@ class Maintenance:
         """Do what is due in a directory. What the directory refuses is logged, each kind once."""
         volume = self._volumes[which]
         try:
-            volume.check_in_place()
+            volume.access.check_in_place()
             if not self._try_again(which):
                 return
             self._scan_or_reap(volume, self._due[which])
             if self._scrubs:
-                self._scrubs[which].step(volume.attach(), self._scrub_bytes_s, self.stop)
+                self._scrubs[which].step(volume.access.attach(), self._scrub_bytes_s, self.stop)
         except (KVStowError, OSError) as error:  # calls fail likewise: the breaker sees them
             cause = error.__cause__
             if self._first_of_its_kind(which, cause if isinstance(cause, OSError) else error):

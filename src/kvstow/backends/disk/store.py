@@ -110,7 +110,7 @@ class DiskStore:
             clock=clock,
         )
         for volume in self._volumes:
-            volume.attach()
+            volume.access.attach()
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class DiskStore:
     def close(self) -> None:
         self._maintenance.stop.set()
         for volume in self._volumes:
-            volume.close()
+            volume.access.close()
 
     # --- beyond it ------------------------------------------------------------------------------------------------
 

@@ -6,24 +6,23 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, TypeVar
 
 import msgspec
 
 from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome
 from kvstow.backends.disk import files, names
+from kvstow.backends.disk.access import DirectoryAccess
 from kvstow.backends.disk.bad_files import BadFiles
 from kvstow.backends.disk.index import ChunkFile, ChunkIndex, EvictionOrder, Look
-from kvstow.backends.disk.ledger import LedgerGone
-from kvstow.backends.disk.mount import MountedDirectory, attach, is_regular, reap
+from kvstow.backends.disk.mount import MountedDirectory, is_regular, reap
 from kvstow.backends.disk.quarantine import quarantine
 from kvstow.backends.disk.remove import expects_chunks, remove_empty_namespace
 from kvstow.backends.disk.rivals import rivals
 from kvstow.backends.disk.room import Room, VolumeLimits
 from kvstow.backends.disk.scan import ScanResult, allocated_bytes, scan
-from kvstow.errors import StoreUnavailable
 from kvstow.layout import ALIGN
 from kvstow.runtime import Clock
 
@@ -64,76 +63,32 @@ class DiskVolume:
         self._clock = clock
         self._describe = describe
         self._admit = admit
-        self._direct = direct
+        self.access: Final = DirectoryAccess(path, direct=direct, on_attached=self._attached)
         self._index = ChunkIndex(order)
         self._bad = BadFiles()
         self._room = Room(limits, self._index, self._bad)
         self._unreadable_in_a_row = 0  # files that gave an error since one was read or written
         self._logged_errors: set[int | None] = set()
         self._written: set[bytes] = set()  # namespaces; a handful
-        self._mount: MountedDirectory | None = None
-        self._last_mount: MountedDirectory | None = None
-        self._attaching = threading.Lock()
         self.scan_wanted = True
         self._lacked_bytes = 0  # of a write that found no room: ``try_writing`` must find it
 
-    # --- attached or not ------------------------------------------------------------------------------------------
-
-    def attach(self) -> MountedDirectory:
-        """The directory, opened now if it is not. Raises ``OSError`` or a ``KVStowError``."""
-        mount = self._mount
-        if mount is not None:
-            return mount
-        if not self._attaching.acquire(blocking=False):
-            raise StoreUnavailable(f"{self.path} is being attached")
-        try:
-            if self._mount is None:
-                self._mount = attach(self.path, direct=self._direct, previous=self._last_mount)
-                self._last_mount = self._mount
-                self._bad.clear()
-                self.scan_wanted = True
-            return self._mount
-        finally:
-            self._attaching.release()
-
-    @contextmanager
-    def _operation(self, doing: str) -> Iterator[MountedDirectory]:
-        """Give one operation the directory, and raise its faults as ``StoreUnavailable``."""
-        try:
-            yield self.attach()
-        except LedgerGone:
-            self._mount = None
-            raise
-        except StoreUnavailable:
-            self.check_in_place()
-            raise
-        except OSError as error:
-            self.check_in_place()
-            raise StoreUnavailable(f"{doing} in {self.path}: {error}") from error
-
-    def check_in_place(self) -> None:
-        """Detach from a directory that is no longer at its path: the next call attaches to what is there then."""
-        mount = self._mount
-        if mount is not None and not mount.in_place():
-            self._mount = None
+    def _attached(self) -> None:
+        """Forget what was known of the directory, which may be another one now."""
+        self._bad.clear()
+        self.scan_wanted = True
 
     def try_reading(self) -> None:
         """Raise ``StoreUnavailable`` if nothing can be read in the directory."""
-        with self._operation("trying to read") as mount:
+        with self.access.operation("trying to read", reads_only=True) as mount:
             mount.check_readable()
 
     def try_writing(self) -> None:
         """Raise ``StoreUnavailable`` if nothing can be written, or there is still no room for what was lacking."""
-        with self._operation("trying to write") as mount:
+        with self.access.operation("trying to write") as mount:
             mount.check_writable(self._lacked_bytes)
         self._lacked_bytes = 0
         self.scan_wanted = True
-
-    def close(self) -> None:
-        mount = self._mount
-        self._mount = None
-        if mount is not None:
-            mount.detach()
 
     # --- the contract, for one key --------------------------------------------------------------------------------
 
@@ -142,7 +97,8 @@ class DiskVolume:
             return False
         if self._index.has(digest):
             return True
-        with self._operation("looking") as mount, self._index.look() as look:
+        operation = self.access.operation("looking", reads_only=True)
+        with operation as mount, self._index.look() as look:
             try:
                 result = mount.stat(names.chunk_path(namespace, digest))
             except OSError as error:
@@ -169,7 +125,7 @@ class DiskVolume:
     def read(self, namespace: bytes, digest: bytes, buffer: Buffer) -> Outcome:
         if digest in self._bad:
             return MISSING
-        with self._operation("reading") as mount:
+        with self.access.operation("reading", reads_only=True) as mount:
             try:
                 return self._read(mount, namespace, digest, buffer)
             except OSError as error:
@@ -220,7 +176,7 @@ class DiskVolume:
     def note_unreadable(self, digest: bytes, error: OSError) -> None:
         """Remember a file that gave an error to a reader other than ``read``. Raises ``StoreUnavailable`` where it
         is not that file's."""
-        with self._operation("reading") as mount:
+        with self.access.operation("reading", reads_only=True) as mount:
             self._note_unreadable(mount, digest, error)
 
     def _note_unreadable(self, mount: MountedDirectory, digest: bytes, error: OSError) -> None:
@@ -248,7 +204,7 @@ class DiskVolume:
     def write(self, namespace: bytes, digest: bytes, parts: Sequence[Buffer]) -> Outcome:
         size = sum(map(len, parts))
         path = names.chunk_path(namespace, digest)
-        with self._operation("writing") as mount:
+        with self.access.operation("writing") as mount:
             with self._index.look() as look:
                 there = mount.stat(path)
                 known = self._learn(mount, namespace, digest, there, look)
@@ -301,7 +257,7 @@ class DiskVolume:
         return published
 
     def delete(self, namespace: bytes, digest: bytes) -> None:
-        with self._operation("deleting") as mount:
+        with self.access.operation("deleting") as mount:
             self._room.delete(mount, namespace, digest)
 
     def set_aside(self, namespace: bytes, digest: bytes, why: str) -> bool:
@@ -309,7 +265,7 @@ class DiskVolume:
 
         Returns False if it was moved or remembered before.
         """
-        with self._operation("quarantining") as mount:
+        with self.access.operation("quarantining") as mount:
             self._index.begin_removal(digest)
             try:
                 path = names.chunk_path(namespace, digest)
@@ -361,19 +317,19 @@ class DiskVolume:
         return _retry_while_removed(attempt)
 
     def rivals(self, namespace: bytes, root: str) -> dict[str, str]:
-        with self._operation("looking at namespaces") as mount:
+        with self.access.operation("looking at namespaces") as mount:
             return rivals(mount, self._describe(namespace), root, self._clock.wall())
 
     def introduce(self, namespace: bytes, root: str) -> dict[str, str]:
         """Say that a namespace is in use, before anything is written to it. Returns its rivals, looked for after."""
-        with self._operation("introducing a namespace") as mount:
+        with self.access.operation("introducing a namespace") as mount:
             self._written.add(namespace)
             path = names.namespace_json(namespace)
             _retry_while_removed(lambda: self._make_namespace(mount, namespace, path))
         return self.rivals(namespace, root)
 
     def retract(self, namespace: bytes) -> None:
-        with self._operation("retracting a namespace") as mount:
+        with self.access.operation("retracting a namespace") as mount:
             remove_empty_namespace(mount, namespace.hex())
 
     def _make_namespace(self, mount: MountedDirectory, namespace: bytes, target: str) -> None:
@@ -410,7 +366,7 @@ class DiskVolume:
         self.scan_wanted = False
         count: ScanResult | None = None
         try:
-            with self._operation("scanning") as mount:
+            with self.access.operation("scanning") as mount:
                 count = self._scan(mount, stop, pause_s)
         finally:
             self.scan_wanted = self.scan_wanted or count is None
@@ -444,14 +400,14 @@ class DiskVolume:
     def reap(self) -> None:
         """Clear up after processes that are dead. What they had reserved may be more than they wrote, or they had
         removed more than they said, so a scan is wanted then."""
-        with self._operation("clearing up") as mount:
+        with self.access.operation("clearing up") as mount:
             if reap(mount):
                 self.scan_wanted = True
 
     @property
     def used_bytes(self) -> int | None:
         """What all processes hold in the directory; None while it is not known, after a crash."""
-        with self._operation("looking") as mount:
+        with self.access.operation("looking") as mount:
             return mount.ledger.used_bytes
 
 
