@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from vllm.config import LoRAConfig, SpeculativeConfig, VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import DraftTokenIds
@@ -346,7 +352,14 @@ class Wild(Driver):
                 at, length = rng.randrange(len(prompt) - 30), rng.randint(1, 30)
                 kwargs["mm_features"] = [
                     MultiModalFeatureSpec(
-                        data=None,
+                        data=MultiModalKwargsItem(
+                            {
+                                "image": MultiModalFieldElem(
+                                    data=torch.tensor([image]),
+                                    field=MultiModalSharedField(batch_size=1),
+                                )
+                            }
+                        ),
                         modality="image",
                         identifier=f"image{image}",
                         mm_position=PlaceholderRange(offset=at, length=length),
@@ -440,8 +453,7 @@ class Wild(Driver):
             assert not tier._calls
             counts = (tier._read_bytes, tier._queued_bytes, tier._queued_writes)
             assert counts == (0, 0, 0), "a tier's bytes are miscounted"
-            assert not tier._hung
-            assert not tier._lost
+            assert not tier._health.hung_calls
         self._check_counters()
 
     def _check_counters(self) -> None:

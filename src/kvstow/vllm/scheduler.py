@@ -16,6 +16,7 @@ from kvstow.metrics import Metrics
 from kvstow.runtime import Clock
 from kvstow.vllm.fingerprint import Adapters
 from kvstow.vllm.jobs import JOB_DEADLINE_S, Jobs, SentJob
+from kvstow.vllm.media import MediaDigests, has_token_types
 from kvstow.vllm.metadata import Copy, Mount, StepMeta, WorkerMeta
 from kvstow.vllm.prefill import StepTimes
 from kvstow.vllm.requests import Rules, Tracked
@@ -60,10 +61,12 @@ class SchedulerSide:
         metrics: Metrics,
         on_mounted: Callable[[], None] = lambda: None,
         adapters: Adapters | None = None,
+        media: MediaDigests | None = None,
     ) -> None:
         self._cache = cache
         self._namespace = namespace
         self._adapters = adapters or Adapters()
+        self._media = media or MediaDigests()
         self._rules = rules
         self._mount = mount
         self._ranks = len(mount.shards)
@@ -108,8 +111,7 @@ class SchedulerSide:
     def _matched(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            lora = request.lora_request
-            if lora is not None and not self._broken and self._adapters.reading(lora.lora_path):
+            if not self._broken and self._reading(request):
                 return None, False
             tracked = self._track(request)
         tracked.local_tokens = computed_tokens
@@ -129,6 +131,13 @@ class SchedulerSide:
     def _starting(self) -> bool:
         return not self._broken and self._clock.monotonic() - self._started_s < JOB_DEADLINE_S
 
+    def _reading(self, request: Request) -> bool:
+        """Whether the request's adapter or media are being digested."""
+        lora = request.lora_request
+        if lora is not None and self._adapters.reading(lora.lora_path):
+            return True
+        return self._media.reading(request)
+
     def _track(self, request: Request) -> Tracked:
         # A client can send any type under this name in ``vllm_xargs``.
         params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
@@ -139,6 +148,7 @@ class SchedulerSide:
             namespace,
             load=self._loads and namespace is not None and not params.get(SKIP_LOAD, False),
             store=self._stores and namespace is not None and not self._unstored(request, params),
+            media=self._media.of(request),
         )
         tracked.advance(0)
         self._tracked[request.request_id] = tracked
@@ -151,7 +161,7 @@ class SchedulerSide:
         )
 
     def _namespace_of(self, request: Request) -> Namespace | None:
-        if self._broken:
+        if self._broken or has_token_types(request):
             return None
         lora = request.lora_request
         if lora is None:
@@ -342,6 +352,7 @@ class SchedulerSide:
 
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
         """Returns whether a copy still reads the blocks; then vLLM keeps them until the workers report its end."""
+        self._media.forget(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False

@@ -21,7 +21,7 @@ from kvstow.layout import ChunkLayout, GroupPages
 from kvstow.metrics import Metrics
 from kvstow.pool.pool import PoolRef
 from kvstow.pool.slots import Slots
-from kvstow.runtime import SystemClock
+from kvstow.runtime import Executor, SystemClock
 from kvstow.settings import Effective, Settings, load, load_lmcache, variable
 from kvstow.tiers import Tier
 from kvstow.vllm import rbln_config
@@ -41,6 +41,7 @@ from kvstow.vllm.identity import (
     model_identity,
     require_fixed_root,
 )
+from kvstow.vllm.media import MediaDigests, names_media_by_counters
 from kvstow.vllm.metadata import Handshake
 from kvstow.vllm.ranks import Rank, check_ranks, mount_of
 from kvstow.vllm.requests import Rules
@@ -242,6 +243,7 @@ def scheduler_side(
         places, cache = _host_pool(parts) if settings.direct.engine is None else _direct(parts)
     _log_ready(layout, places, identity)
     transfer = _transfer(vllm_config)
+    readers = build.adapter_executor()
     return SchedulerSide(
         cache,
         identity.namespace,
@@ -253,13 +255,25 @@ def scheduler_side(
         metrics=parts.metrics,
         on_mounted=places.on_mounted,
         adapters=Adapters(
-            build.adapter_executor(),
+            readers,
             clock,
             options=adapter_options(vllm_config),
             since_ns=since_ns,
             process_key=f"{transfer.engine_id} {since_ns}".encode(),
         ),
+        media=_media(vllm_config, readers, clock),
     )
+
+
+def _media(vllm_config: VllmConfig, executor: Executor, clock: SystemClock) -> MediaDigests:
+    counted = names_media_by_counters(vllm_config)
+    if counted:
+        logger.warning(
+            "Prompts are cached up to their first image, audio or video only: with "
+            "--mm-processor-cache-gb 0 and --no-enable-prefix-caching vLLM numbers these instead "
+            "of naming them by content. Leave out one of the two options."
+        )
+    return MediaDigests(executor, clock, counted=counted)
 
 
 def _log_settings(effective: Effective) -> None:
