@@ -41,9 +41,9 @@ class EmptyDirectory(StoreRefused):
 class DirectoryUsage:
     """The usage of a data directory.
 
-    ``counted`` is what a scan has found. ``ledger_bytes`` is what the ledger says, reservations included; None if that
-    is unknown. ``processes`` is the number of live processes that share the directory, ``free_bytes`` what its
-    filesystem has left.
+    ``counted`` is what a scan has found. ``ledger_bytes`` is what the ledger says, reservations
+    included; None if that is unknown. ``processes`` is the number of live processes that share the
+    directory, ``free_bytes`` what its filesystem has left.
     """
 
     path: str
@@ -57,8 +57,11 @@ class DirectoryView:
     """One data directory, read only: nothing in it is made or changed."""
 
     def __init__(self, path: str) -> None:
-        """Open ``path``. Raises ``StoreRefused`` if no disk tier has used it, ``EmptyDirectory`` if it is empty, and
-        ``StoreUnavailable`` if it can't be read."""
+        """Open ``path``.
+
+        Raises ``StoreRefused`` if no disk tier has used it, ``EmptyDirectory`` if it is empty, and
+        ``StoreUnavailable`` if it can't be read.
+        """
         self.path = path
         with _faults("opening", path, "read"):
             self._check()
@@ -79,7 +82,8 @@ class DirectoryView:
             ) from error
         if listing <= _NOT_OURS:
             raise EmptyDirectory(
-                f"{self.path}: nothing is stored there yet (if that is a mount point: is its disk mounted?)"
+                f"{self.path}: nothing is stored there yet "
+                "(if that is a mount point: is its disk mounted?)"
             )
         if names.LEDGER not in listing:
             raise StoreRefused(f"{self.path} holds no kvstow chunks: it has no {names.LEDGER} file")
@@ -104,7 +108,8 @@ class DirectoryView:
         return read_namespace_json(self.root, namespace)
 
     def base_namespace(self, namespace: str) -> str:
-        """The namespace that an adapter's, or one after a reset, belongs to; any other belongs to itself."""
+        """The namespace that an adapter's, or one after a reset, belongs to; any other belongs to
+        itself."""
         return base_namespace(namespace, self.about(namespace))
 
     def namespaces(self) -> list[str]:
@@ -114,7 +119,10 @@ class DirectoryView:
 
 
 class DataDirectory(DirectoryView):
-    """One data directory, to change it. It takes part in the ledger as a server does, so no server's count is upset."""
+    """One data directory, to change it.
+
+    It takes part in the ledger as a server does, so no server's count is upset.
+    """
 
     def __init__(self, path: str) -> None:
         """Open ``path``, which must exist. Raises what ``DirectoryView`` does."""
@@ -150,7 +158,10 @@ class DataDirectory(DirectoryView):
                 yield result
 
     def _verify(self, path: str, check: Check) -> VerifyResult | None:
-        """Check one chunk. A file that gives an error is bad; raises ``OSError`` if the directory can't be read."""
+        """Check one chunk.
+
+        A file that gives an error is bad; raises ``OSError`` if the directory can't be read.
+        """
         try:
             return verify(self._mount, path, check)
         except OSError:
@@ -158,10 +169,11 @@ class DataDirectory(DirectoryView):
             return VerifyResult(bytes.fromhex(path[:64]), digest_in(path), good=False, read_bytes=0)
 
     def remove(self, chosen: Callable[[str, float], bool]) -> tuple[int, int]:
-        """Remove the chunks for which ``chosen(namespace, last use)`` is true. Returns their number and their bytes.
+        """Remove the chunks for which ``chosen(namespace, last use)`` is true. Returns their number
+        and their bytes.
 
-        Empty namespaces are removed as well. One that a running engine may be about to write to is kept, unless it is
-        chosen whatever the last use.
+        Empty namespaces are removed as well. One that a running engine may be about to write to is
+        kept, unless it is chosen whatever the last use.
         """
         removed = freed = 0
 
@@ -208,7 +220,8 @@ class DataDirectory(DirectoryView):
 
 @contextmanager
 def _faults(doing: str, path: str, access: str) -> Iterator[None]:
-    """Raise what the filesystem refuses as ``StoreUnavailable``; a missing permission with the owner's name."""
+    """Raise what the filesystem refuses as ``StoreUnavailable``; a missing permission with the
+    owner's name."""
     try:
         yield
     except PermissionError as error:

@@ -1,9 +1,9 @@
 """Host memory that the engine's processes share, and that is freed with the last of them.
 
-The scheduler's process creates it, and each worker maps it. It is a memfd, which has no name and goes with the last
-process that maps it, or a file in ``pool_dir``. Such a file is unlinked once every worker has mapped it. Until then its
-creator holds it under flock; if the creator dies, the next creator unlinks it. docs/decisions/0001-pool-memory.md gives
-the reasons, with measurements.
+The scheduler's process creates it, and each worker maps it. It is a memfd, which has no name and
+goes with the last process that maps it, or a file in ``pool_dir``. Such a file is unlinked once
+every worker has mapped it. Until then its creator holds it under flock; if the creator dies, the
+next creator unlinks it. docs/decisions/0001-pool-memory.md gives the reasons, with measurements.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class PoolRef:
 
 
 class HostMemory:
-    """The creator's end of the memory. ``view`` is the whole mapping, ``ref`` what workers need to map it."""
+    """The creator's end of the memory.
+
+    ``view`` is the whole mapping, ``ref`` what workers need to map it.
+    """
 
     def __init__(self, fd: int, path: str | None, size_bytes: int, name: str) -> None:
         self._fd = fd
@@ -67,10 +70,11 @@ class HostMemory:
 
     @classmethod
     def anonymous(cls, size_bytes: int, name: str) -> HostMemory:
-        """Create a memfd of mode 0600. Its memory is not reserved yet: see ``reserve``. Raises ``PoolError``.
+        """Create a memfd of mode 0600. Its memory is not reserved yet: see ``reserve``. Raises
+        ``PoolError``.
 
-        Taking more memory than there is does not fail, it wakes the OOM killer. So the caller first compares
-        ``size_bytes`` with the free memory.
+        Taking more memory than there is does not fail, it wakes the OOM killer. So the caller first
+        compares ``size_bytes`` with the free memory.
         """
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
@@ -82,10 +86,11 @@ class HostMemory:
 
     @classmethod
     def in_directory(cls, size_bytes: int, name: str, directory: str) -> HostMemory:
-        """Create a file of mode 0600 in ``directory``, which is created with mode 0700. Raises ``PoolError``.
+        """Create a file of mode 0600 in ``directory``, which is created with mode 0700. Raises
+        ``PoolError``.
 
-        Its space is reserved, so that no write ends in SIGBUS. Files that dead processes of the same user left there
-        are unlinked first.
+        Its space is reserved, so that no write ends in SIGBUS. Files that dead processes of the
+        same user left there are unlinked first.
         """
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -108,11 +113,13 @@ class HostMemory:
             raise _refused(error, size_bytes, directory) from error
 
     def reserve(self, offset: int, length: int) -> None:
-        """Take ``length`` bytes at ``offset`` from the system now rather than at their first use. Raises ``PoolError``.
+        """Take ``length`` bytes at ``offset`` from the system now rather than at their first use.
+        Raises ``PoolError``.
 
-        Content stays. Huge pages are taken where the system has them. May be called on any thread, and releases the
-        GIL. It takes some 5 GB/s, a tenth of that where a virtual machine's host must find the memory. Small pages are
-        not mapped here: that would lock the process's memory map, and with it stop the owner's thread.
+        Content stays. Huge pages are taken where the system has them. May be called on any thread,
+        and releases the GIL. It takes some 5 GB/s, a tenth of that where a virtual machine's host
+        must find the memory. Small pages are not mapped here: that would lock the process's memory
+        map, and with it stop the owner's thread.
         """
         with self._open:  # the descriptor must not be closed, and its number reused, under the call
             if self._fd < 0:
@@ -126,7 +133,10 @@ class HostMemory:
                 raise _refused(error, self.ref.size_bytes, None) from error
 
     def unname(self) -> None:
-        """Unlink the file, after which no kill leaves it behind. Processes that have mapped it keep it. Idempotent."""
+        """Unlink the file, after which no kill leaves it behind.
+
+        Processes that have mapped it keep it. Idempotent.
+        """
         if self.ref.path is not None:
             _unlink(self.ref.path)
 
@@ -159,16 +169,20 @@ def private_memory(size_bytes: int, name: str, *, at_once: bool = False) -> memo
 
 
 def map_memory(ref: PoolRef) -> memoryview:
-    """Map another process's memory: the same bytes, shared. Raises ``UnsupportedError`` if it can't be reached."""
+    """Map another process's memory: the same bytes, shared.
+
+    Raises ``UnsupportedError`` if it can't be reached.
+    """
     path = ref.path if ref.path is not None else f"/proc/{ref.pid}/fd/{ref.fd}"
-    # /proc's entry is a link that the kernel follows to the open file itself; a pool file must not be a link.
+    # /proc's entry is a link that the kernel follows to the open file; a pool file must not be one.
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_NOFOLLOW if ref.path is not None else 0)
     try:
         fd = os.open(path, flags)
     except OSError as error:
         raise UnsupportedError(
-            f"cannot open the host pool {ref.name!r} of process {ref.pid} at {path}: {error.strerror}. Scheduler and "
-            "workers must run on one host as one user and see each other's processes; where they can't, set "
+            f"cannot open the host pool {ref.name!r} of process {ref.pid} at {path}: "
+            f"{error.strerror}. Scheduler and workers must run on one host as one user and see "
+            "each other's processes; where they can't, set "
             "memory.pool_dir to a directory that all of them share, such as /dev/shm"
         ) from error
     try:
@@ -176,8 +190,9 @@ def map_memory(ref: PoolRef) -> memoryview:
         seen = (stat.S_ISREG(status.st_mode), status.st_ino, status.st_size, status.st_uid)
         if seen != (True, ref.inode, ref.size_bytes, os.geteuid()):
             raise UnsupportedError(
-                f"{path} is not the host pool {ref.name!r}: inode {status.st_ino}, {status.st_size} bytes, owner "
-                f"{status.st_uid}; expected inode {ref.inode}, {ref.size_bytes} bytes, owner {os.geteuid()}. Its "
+                f"{path} is not the host pool {ref.name!r}: inode {status.st_ino}, "
+                f"{status.st_size} bytes, owner {status.st_uid}; expected inode {ref.inode}, "
+                f"{ref.size_bytes} bytes, owner {os.geteuid()}. Its "
                 "creator has ended, or runs in another PID namespace: start the engine again"
             )
         return _map(fd, ref.size_bytes)
@@ -186,12 +201,14 @@ def map_memory(ref: PoolRef) -> memoryview:
 
 
 def populate(view: memoryview, offset: int, length: int) -> None:
-    """Map ``length`` bytes at ``offset``, a multiple of the page size, in this process, backed with memory.
+    """Map ``length`` bytes at ``offset``, a multiple of the page size, in this process, backed with
+    memory.
 
-    Content stays. Huge pages are taken where the system has them. A process that copies into the pool calls this first:
-    the first copy into a page takes some 13 times as long as the next one, 6 times where another process has touched
-    it. May be called on any thread, and releases the GIL. It takes 0.5 s a GiB, or 0.2 s where the pages exist. On
-    kernels before 5.14, and where a sandbox forbids it, nothing happens. Raises ``PoolError``.
+    Content stays. Huge pages are taken where the system has them. A process that copies into the
+    pool calls this first: the first copy into a page takes some 13 times as long as the next one, 6
+    times where another process has touched it. May be called on any thread, and releases the GIL.
+    It takes 0.5 s a GiB, or 0.2 s where the pages exist. On kernels before 5.14, and where a
+    sandbox forbids it, nothing happens. Raises ``PoolError``.
     """
     _make_huge(view, offset, length)
     base = ctypes.c_char.from_buffer(view, offset)  # keeps the mapping alive
@@ -208,7 +225,8 @@ def populate(view: memoryview, offset: int, length: int) -> None:
 
 
 def _make_huge(view: memoryview, offset: int, length: int) -> None:
-    """Make huge pages of what lies within these bytes; content stays. Nothing happens where the kernel has none.
+    """Make huge pages of what lies within these bytes; content stays. Nothing happens where the
+    kernel has none.
 
     docs/decisions/0018-collapse.md gives the reasons, with measurements.
     """
@@ -223,7 +241,10 @@ def _make_huge(view: memoryview, offset: int, length: int) -> None:
 
 
 def reap(directory: str) -> list[str]:
-    """Unlink the pool files of this user in ``directory`` whose creators are dead. Returns their paths."""
+    """Unlink the pool files of this user in ``directory`` whose creators are dead.
+
+    Returns their paths.
+    """
     reaped: list[str] = []
     for entry in os.listdir(directory):
         path = os.path.join(directory, entry)
@@ -288,9 +309,11 @@ def _size(fd: int, size_bytes: int) -> None:
 
 
 def _map(fd: int, size_bytes: int) -> memoryview:
-    """Map all of ``fd``, shared, at an address where a huge page may begin, until the last view is gone.
+    """Map all of ``fd``, shared, at an address where a huge page may begin, until the last view is
+    gone.
 
-    Until then the process keeps a descriptor of it, by which others see which processes hold a pool.
+    Until then the process keeps a descriptor of it, by which others see which processes hold a
+    pool.
     """
     alignment = max(_HUGE_PAGE_BYTES, os.fstat(fd).st_blksize)
     room = align_up(size_bytes, alignment) + alignment
@@ -317,7 +340,8 @@ def _refused(error: OSError, size_bytes: int, directory: str | None) -> PoolErro
     """The error to raise for what the system refused."""
     if directory is not None and error.errno not in _NO_MEMORY:
         return PoolError(
-            f"pool_dir={directory!r}: cannot create a pool file there ({error}): set another directory"
+            f"pool_dir={directory!r}: cannot create a pool file there ({error}): "
+            "set another directory"
         )
     where = "of memory" if directory is None else f"in pool_dir={directory!r}"
     fix = "set memory.size lower, or free memory (an earlier engine may still be running)"

@@ -32,12 +32,12 @@ class NotAsked(StoreUnavailable):
 class _Circuit:
     """The health of one kind of call. Thread-safe.
 
-    After ``failures`` failed calls in a row it is open for ``open_s`` seconds: a call raises ``NotAsked``. Then,
-    half-open, one call is let through as a trial while the others are still refused. Its success closes the
-    circuit, its failure opens it again.
+    After ``failures`` failed calls in a row it is open for ``open_s`` seconds: a call raises
+    ``NotAsked``. Then, half-open, one call is let through as a trial while the others are still
+    refused. Its success closes the circuit, its failure opens it again.
 
-    A call that began before the circuit opened decides nothing when it ends late, even if the circuit has closed
-    again by then.
+    A call that began before the circuit opened decides nothing when it ends late, even if the
+    circuit has closed again by then.
     """
 
     def __init__(self, clock: Clock, failures: int, open_s: float) -> None:
@@ -60,7 +60,8 @@ class _Circuit:
         return BreakerState.OPEN
 
     def call(self, method: Callable[[A], R], argument: A, works: Callable[[R], bool]) -> R:
-        """The value of ``method``. ``works`` says whether that value shows that calls of this kind work.
+        """The value of ``method``. ``works`` says whether that value shows that calls of this kind
+        work.
 
         Every exception but ``StoreRefused`` is a failure: a store that refuses has answered.
         """
@@ -80,7 +81,10 @@ class _Circuit:
         return result
 
     def _begin(self) -> int:
-        """How often the circuit has opened so far. Raises ``NotAsked`` if the call may not go through."""
+        """How often the circuit has opened so far.
+
+        Raises ``NotAsked`` if the call may not go through.
+        """
         with self._lock:
             state = self.state
             if state is not BreakerState.CLOSED:
@@ -107,11 +111,12 @@ class _Circuit:
 class Breaker(StoreWrapper):
     """Forwards to ``store``; refuses calls of a kind that keeps failing.
 
-    Look-ups, reads and writes have a circuit each, so a full disk goes on being read, and an index in memory that
-    answers look-ups does not hide that nothing can be read. A delete, and a write that is rejected, don't show
-    that writes work.
+    Look-ups, reads and writes have a circuit each, so a full disk goes on being read, and an index
+    in memory that answers look-ups does not hide that nothing can be read. A delete, and a write
+    that is rejected, don't show that writes work.
 
-    A call that never returns is not noticed here, because this thread is inside it: the tier watches for those.
+    A call that never returns is not noticed here, because this thread is inside it: the tier
+    watches for those.
     """
 
     def __init__(

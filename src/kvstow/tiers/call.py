@@ -9,8 +9,8 @@ from collections.abc import Callable
 class Call:
     """A store call: queued, then either cancelled by its owner or begun by a worker, and ended.
 
-    ``began_s`` and ``ended_s`` are times of the monotonic clock, None before. ``release_bytes`` gives back what the
-    call occupies, and is called if it is cancelled.
+    ``began_s`` and ``ended_s`` are times of the monotonic clock, None before. ``release_bytes``
+    gives back what the call occupies, and is called if it is cancelled.
     """
 
     __slots__ = ("_claim", "began_s", "cancelled", "ended_s", "release_bytes")
@@ -30,8 +30,11 @@ class Call:
         return True
 
     def cancel(self) -> bool:
-        """Cancel, on the owner's thread. Returns True if the call had not begun: it never touches its buffers, and
-        its ``then`` never runs."""
+        """Cancel, on the owner's thread.
+
+        Returns True if the call had not begun: it never touches its buffers, and its ``then`` never
+        runs.
+        """
         if self.cancelled or not self._claim.acquire(blocking=False):
             return False
         self.cancelled = True

@@ -19,9 +19,10 @@ CLOSE_S: Final = 2.0
 class CheckedStore:
     """Forwards to ``store``, which a plug-in brought.
 
-    An answer that breaks the contract is raised as ``StoreUnavailable``, so that it counts as a fault of the store.
-    Every exception of ``store`` passes. Parts are lent read-only; a buffer is released after the call that it was
-    lent for, but views and arrays that the store made of it are not. ``close`` waits at most ``CLOSE_S``.
+    An answer that breaks the contract is raised as ``StoreUnavailable``, so that it counts as a
+    fault of the store. Every exception of ``store`` passes. Parts are lent read-only; a buffer is
+    released after the call that it was lent for, but views and arrays that the store made of it are
+    not. ``close`` waits at most ``CLOSE_S``.
     """
 
     def __init__(self, store: Store) -> None:
@@ -67,7 +68,8 @@ class CheckedStore:
 def within(name: str, work: Callable[[], T], timeout_s: float) -> T:
     """Run a plug-in's ``work`` on a thread of its own, named ``name``, and return its value.
 
-    Raises ``StoreUnavailable`` for whatever it raises, and if it has not ended after ``timeout_s`` seconds.
+    Raises ``StoreUnavailable`` for whatever it raises, and if it has not ended after ``timeout_s``
+    seconds.
     """
     ended = run_within(name, work, timeout_s)
     if ended is None:
@@ -92,7 +94,10 @@ def _lent(views: list[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _checked_list(answer: Any, length: int, kind: Any) -> list[Any]:
-    """The answer as a list, if it is one of ``length`` items of ``kind``. Raises ``StoreUnavailable``."""
+    """The answer as a list, if it is one of ``length`` items of ``kind``.
+
+    Raises ``StoreUnavailable``.
+    """
     good = (
         isinstance(answer, list)
         and len(answer) == length

@@ -20,9 +20,11 @@ logger = logging.getLogger("kvstow")
 
 
 class TierHealth:
-    """The state of a tier: of its ``breaker``, and of its calls that hang, which a breaker can't notice.
+    """The state of a tier: of its ``breaker``, and of its calls that hang, which a breaker can't
+    notice.
 
-    It counts failures, logs the first of each kind and every change of state, and shows the state as a gauge.
+    It counts failures, logs the first of each kind and every change of state, and shows the state
+    as a gauge.
     """
 
     def __init__(self, name: str, breaker: Breaker, metrics: Metrics) -> None:

@@ -17,11 +17,12 @@ BURST_S: Final = 2.0  # a prompt's chunks come all at once
 class WriteLimit(StoreWrapper):
     """Forwards to ``store``; rejects writes beyond ``bytes_s`` bytes a second.
 
-    Every engine writes a computed prompt all at once, on the network that others wait for a read on. A rejected chunk
-    is offered again when its prompt returns. The wrapper never waits: the waiting threads would be those that read.
+    Every engine writes a computed prompt all at once, on the network that others wait for a read
+    on. A rejected chunk is offered again when its prompt returns. The wrapper never waits: the
+    waiting threads would be those that read.
 
-    ``burst_s`` seconds of unused rate may be made up for. One write, however large, is taken when none was for as
-    long.
+    ``burst_s`` seconds of unused rate may be made up for. One write, however large, is taken when
+    none was for as long.
     """
 
     def __init__(

@@ -21,15 +21,17 @@ TOTAL_S: Final = 0.15  # less than a request waits for a fetch
 
 
 class Retry(StoreWrapper):
-    """Forwards to ``store``; repeats a call that ended in ``StoreUnavailable``, up to ``attempts`` calls in all.
+    """Forwards to ``store``; repeats a call that ended in ``StoreUnavailable``, up to ``attempts``
+    calls in all.
 
-    This heals short faults: a connection that a middlebox dropped while it was idle, a failover. No call is repeated
-    later than ``total_s`` after the first began, so one that timed out is not. Every operation of a Store may be
-    repeated: if the answer to a write was lost, the second write is ``REJECTED``, and the value is there.
+    This heals short faults: a connection that a middlebox dropped while it was idle, a failover. No
+    call is repeated later than ``total_s`` after the first began, so one that timed out is not.
+    Every operation of a Store may be repeated: if the answer to a write was lost, the second write
+    is ``REJECTED``, and the value is there.
 
-    The n-th pause lasts between half of ``first_pause_s * 2 ** (n - 1)`` seconds and all of it, as ``rng`` says, so
-    that engines which lost one server don't come back in step. ``pause`` waits for a number of seconds and returns
-    true if the store was closed meanwhile.
+    The n-th pause lasts between half of ``first_pause_s * 2 ** (n - 1)`` seconds and all of it, as
+    ``rng`` says, so that engines which lost one server don't come back in step. ``pause`` waits for
+    a number of seconds and returns true if the store was closed meanwhile.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ R = TypeVar("R")
 class StoreWrapper:
     """A Store that forwards every operation to ``store``.
 
-    A subclass overrides ``_call`` for what it does to all operations but ``close``. ``close`` is always forwarded,
-    because no wrapper may leak what the store holds.
+    A subclass overrides ``_call`` for what it does to all operations but ``close``. ``close`` is
+    always forwarded, because no wrapper may leak what the store holds.
     """
 
     def __init__(self, store: Store) -> None:

@@ -30,8 +30,8 @@ class Unusable(Enum):
 class ReadResult(NamedTuple):
     """How the read of one chunk ended.
 
-    ``unusable`` is None unless a value was there and is a miss all the same. ``length`` is the number of bytes that
-    came from the store, ``decode_s`` the seconds that decoding took.
+    ``unusable`` is None unless a value was there and is a miss all the same. ``length`` is the
+    number of bytes that came from the store, ``decode_s`` the seconds that decoding took.
     """
 
     got: Got
@@ -41,8 +41,11 @@ class ReadResult(NamedTuple):
 
 
 class WriteResult(NamedTuple):
-    """How the write of one chunk ended. ``held``: the store has the key now. ``encode_s`` is the seconds that
-    encoding took, 0 where the frame was written as it was."""
+    """How the write of one chunk ended.
+
+    ``held``: the store has the key now. ``encode_s`` is the seconds that encoding took, 0 where the
+    frame was written as it was.
+    """
 
     outcome: Outcome
     held: bool
@@ -52,8 +55,8 @@ class WriteResult(NamedTuple):
 class FrameTransfers:
     """Moves frames between slots and a store. Thread-safe.
 
-    ``coder`` None: frames are raw. ``set_aside`` removes corrupt values from the store. Both ``coder`` and
-    ``integrity_key`` are set before the first call, and not changed.
+    ``coder`` None: frames are raw. ``set_aside`` removes corrupt values from the store. Both
+    ``coder`` and ``integrity_key`` are set before the first call, and not changed.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class FrameTransfers:
     def read(self, views: Sequence[tuple[ChunkKey, memoryview]]) -> list[ReadResult]:
         """Fill each slot with the payload of its key, checked.
 
-        A corrupt value is set aside, one that is whole and of no use here is deleted: either can be written anew.
-        Raises what the store raises.
+        A corrupt value is set aside, one that is whole and of no use here is deleted: either can be
+        written anew. Raises what the store raises.
         """
         outcomes = self._store.read(views)
         results = [
@@ -135,9 +138,9 @@ class FrameTransfers:
     def write(self, key: ChunkKey, view: memoryview) -> WriteResult:
         """Write a sealed frame, encoded if the tier has a codec. Raises what the store raises.
 
-        A rejected key is there already, or has no room, or is not admitted yet. It must be offered again in the last
-        two cases, so the store is asked. A tier with a lossy codec is offered again what it has, so it is asked before
-        anything is encoded.
+        A rejected key is there already, or has no room, or is not admitted yet. It must be offered
+        again in the last two cases, so the store is asked. A tier with a lossy codec is offered
+        again what it has, so it is asked before anything is encoded.
         """
         encode_s = 0.0
         if self.coder is not None and self.coder.codes:

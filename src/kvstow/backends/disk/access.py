@@ -12,7 +12,8 @@ from kvstow.errors import StoreUnavailable
 
 
 class DirectoryAccess:
-    """Attaches to a data directory when an operation needs it, and again after it has gone. Thread-safe.
+    """Attaches to a data directory when an operation needs it, and again after it has gone.
+    Thread-safe.
 
     ``on_attached`` is called each time, before any operation.
     """
@@ -44,7 +45,8 @@ class DirectoryAccess:
             self._attaching.release()
 
     def _attach_to_read(self) -> MountedDirectory:
-        """The directory, as it was attached before if it is still in place: attaching anew needs to write.
+        """The directory, as it was attached before if it is still in place: attaching anew needs to
+        write.
 
         Raises what ``attach`` raises.
         """
@@ -57,7 +59,8 @@ class DirectoryAccess:
     def operation(self, doing: str, *, reads_only: bool = False) -> Iterator[MountedDirectory]:
         """Give one operation the directory, and raise its faults as ``StoreUnavailable``.
 
-        ``doing`` names the operation in errors. One that ``reads_only`` works on a disk that refuses every write.
+        ``doing`` names the operation in errors. One that ``reads_only`` works on a disk that
+        refuses every write.
         """
         try:
             yield self._attach_to_read() if reads_only else self.attach()
@@ -72,7 +75,8 @@ class DirectoryAccess:
             raise StoreUnavailable(f"{doing} in {self._path}: {error}") from error
 
     def check_in_place(self) -> None:
-        """Detach if the directory is no longer at its path: the next operation attaches to what is there then."""
+        """Detach if the directory is no longer at its path: the next operation attaches to what is
+        there then."""
         mount = self._mount
         if mount is not None and not mount.in_place():
             self._mount = None

@@ -10,10 +10,11 @@ REMEMBERED: Final = 200_000  # keys seen once; about 100 bytes each
 
 
 class SecondSight:
-    """Admits a key the second time that it is offered, so that chunks used once never wear the disk. Thread-safe.
+    """Admits a key the second time that it is offered, so that chunks used once never wear the
+    disk. Thread-safe.
 
-    It remembers the last ``remembered`` keys that were offered once, by eight bytes of their digest. A false match
-    admits a chunk early.
+    It remembers the last ``remembered`` keys that were offered once, by eight bytes of their
+    digest. A false match admits a chunk early.
     """
 
     def __init__(self, remembered: int = REMEMBERED) -> None:

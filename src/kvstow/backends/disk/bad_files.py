@@ -11,8 +11,8 @@ MAX_BAD_FILES: Final = 1024  # some 100 bytes each
 class BadFiles:
     """Digests of chunks whose file can't be read, or is corrupt and could not be moved aside.
 
-    Each is a miss until its file is replaced. At most ``MAX_BAD_FILES`` are remembered: the oldest is
-    forgotten first, and its file is tried again. Thread-safe.
+    Each is a miss until its file is replaced. At most ``MAX_BAD_FILES`` are remembered: the oldest
+    is forgotten first, and its file is tried again. Thread-safe.
     """
 
     def __init__(self) -> None:

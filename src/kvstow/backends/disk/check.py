@@ -19,14 +19,17 @@ MAX_FRAME_BYTES: Final = 4 << 30  # some 100 times the largest chunk: a longer f
 
 #: Fills the buffer with the file's bytes from an offset on; returns how many came.
 Read = Callable[[int, memoryview], int]
-#: Takes the digest of a key, and the length and the bytes of a file; returns whether it is a whole frame of that key.
+#: Takes the digest of a key, the length of a file, and its bytes. Returns whether the file is a
+#: whole frame of that key.
 Check = Callable[[bytes, int, Read], bool]
 
 
 def frame_check(integrity_key: bytes | None = None) -> Check:
-    """A check for frames with or without a MAC of ``integrity_key``. Thread-safe, with one buffer a thread.
+    """A check for frames with or without a MAC of ``integrity_key``. Thread-safe, with one buffer a
+    thread.
 
-    It reads the header page first, and no more unless that fits the file. It raises what reading raises.
+    It reads the header page first, and no more unless that fits the file. It raises what reading
+    raises.
     """
     of_thread = threading.local()
 

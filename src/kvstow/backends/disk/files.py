@@ -27,7 +27,10 @@ _renameat2: Final = getattr(CDLL(None, use_errno=True), "renameat2", None)
 
 
 class Fd:
-    """An open file. It is closed with the last reference, so a number in use is never closed and given away."""
+    """An open file.
+
+    It is closed with the last reference, so a number in use is never closed and given away.
+    """
 
     __slots__ = ("number",)
 
@@ -41,8 +44,8 @@ class Fd:
 def aligned(parts: Sequence[Buffer]) -> bool:
     """Whether the address and length of every part are multiples of ``ALIGN``, as direct I/O needs.
 
-    The kernel's own limits are often smaller, and differ by device and version. The address of a read-only buffer
-    can't be had from Python, so it counts as not aligned.
+    The kernel's own limits are often smaller, and differ by device and version. The address of a
+    read-only buffer can't be had from Python, so it counts as not aligned.
     """
     for part in parts:
         length = len(part)
@@ -59,7 +62,10 @@ def buffered(fd: int) -> None:
 
 
 def read_all(fd: int, parts: Sequence[Buffer], start: int = 0) -> int:
-    """Fill ``parts`` with the file's bytes from ``start`` on. Returns how many came: fewer only at the file's end."""
+    """Fill ``parts`` with the file's bytes from ``start`` on.
+
+    Returns how many came: fewer only at the file's end.
+    """
     return _move(os.preadv, fd, parts, start)
 
 
@@ -94,8 +100,8 @@ def _move(
 def rename_new(root: int, source: str, target: str) -> None:
     """Rename a file to a name that is not taken. Raises ``FileExistsError`` or another ``OSError``.
 
-    This is one call where the filesystem and the C library have it. Elsewhere it is a link and an unlink; a ``source``
-    that can't be unlinked stays until its process is reaped.
+    This is one call where the filesystem and the C library have it. Elsewhere it is a link and an
+    unlink; a ``source`` that can't be unlinked stays until its process is reaped.
     """
     code = errno.ENOSYS
     if _renameat2 is not None:
@@ -110,10 +116,11 @@ def rename_new(root: int, source: str, target: str) -> None:
 
 
 def direct_works(root: int, name: str) -> bool:
-    """Whether the filesystem takes direct I/O, tried with an aligned write and read of the new file ``name``.
+    """Whether the filesystem takes direct I/O, tried with an aligned write and read of the new file
+    ``name``.
 
-    An ``open`` that succeeds proves nothing, as some filesystems reject the first write. Faults other than a refusal
-    of direct I/O are raised. The caller removes the file.
+    An ``open`` that succeeds proves nothing, as some filesystems reject the first write. Faults
+    other than a refusal of direct I/O are raised. The caller removes the file.
     """
     page = mmap.mmap(-1, PROBE_BYTES)
     with memoryview(page) as view:

@@ -27,9 +27,9 @@ class FaultKind(Enum):
 class Health:
     """Counts the faults of several directories. Thread-safe.
 
-    A directory whose reads fail, or in which a call hangs, is out of use; one whose writes fail is still read. Where
-    no directory works any more, or there is only one, all are asked all the same and their faults are the store's:
-    the tier's breaker sees those.
+    A directory whose reads fail, or in which a call hangs, is out of use; one whose writes fail is
+    still read. Where no directory works any more, or there is only one, all are asked all the same
+    and their faults are the store's: the tier's breaker sees those.
     """
 
     def __init__(self, paths: Sequence[str], clock: Clock) -> None:
@@ -63,7 +63,10 @@ class Health:
         return self.writable(which) or not any(map(self.writable, range(len(self._paths))))
 
     def due(self, which: int, kind: FaultKind) -> bool:
-        """Whether a directory that is out of use should be tried now. Then it is not due for ``RETRY_S``."""
+        """Whether a directory that is out of use should be tried now.
+
+        Then it is not due for ``RETRY_S``.
+        """
         now_s = self._clock.monotonic()
         with self._lock:
             retry_s = self._retry_s.get((which, kind))
@@ -90,8 +93,8 @@ class Health:
     ) -> bool:
         """Take note of a fault; ``at_once``: it is enough to put the directory out of use.
 
-        Returns True if it is the store's fault, because no directory works; False if it is one directory's among
-        others that work.
+        Returns True if it is the store's fault, because no directory works; False if it is one
+        directory's among others that work.
         """
         if len(self._paths) == 1:
             return True

@@ -1,4 +1,5 @@
-"""The calls that are in progress in several directories: one that hangs keeps a bounded number of threads."""
+"""The calls that are in progress in several directories: one that hangs keeps a bounded number of
+threads."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ HUNG_S: Final = 5.0  # a call that takes longer hangs; less than the tier's own 
 class CallsInProgress:
     """Counts the calls in each directory. Thread-safe.
 
-    At most half of ``threads`` are in one directory at a time, or one if there is one; more calls wait until one
-    leaves, at most ``HUNG_S``. None: no limit.
+    At most half of ``threads`` are in one directory at a time, or one if there is one; more calls
+    wait until one leaves, at most ``HUNG_S``. None: no limit.
     """
 
     def __init__(self, directories: int, threads: int | None, clock: Clock) -> None:
@@ -30,7 +31,10 @@ class CallsInProgress:
 
     @contextmanager
     def enter(self, which: int) -> Iterator[None]:
-        """Count the block as a call in a directory. Raises ``StoreUnavailable`` if a call there hangs."""
+        """Count the block as a call in a directory.
+
+        Raises ``StoreUnavailable`` if a call there hangs.
+        """
         began_s = self._began_s[which]
         call = object()
         with self._changed:
@@ -56,8 +60,8 @@ class CallsInProgress:
     def hanging(self) -> tuple[list[int], int]:
         """The directories in which a call hangs, and the number of all calls in these.
 
-        The number is 0 where no directory or no thread is left for other calls. Calls that wait to enter such a
-        directory are woken, and fail.
+        The number is 0 where no directory or no thread is left for other calls. Calls that wait to
+        enter such a directory are woken, and fail.
         """
         with self._changed:
             directories = range(len(self._began_s))

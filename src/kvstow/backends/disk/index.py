@@ -1,4 +1,4 @@
-"""The chunk files of a data directory that this process knows of, and the order of their eviction."""
+"""The chunk files of a data directory that this process knows, in the order of their eviction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REORDER_BATCH: Final = 2_000  # keys moved under the lock at a time: a few ms
 
 
 class EvictionOrder(Protocol):
-    """A ``kvstow.pool.policy`` over digests: a file's name says the digest of its key, not the key."""
+    """A ``kvstow.pool.policy`` over digests: a file is named by its key's digest."""
 
     def insert(self, key: Any, size: int = 1) -> None: ...
     def touch(self, key: Any) -> None: ...
@@ -22,7 +22,10 @@ class EvictionOrder(Protocol):
 
 
 class ChunkEntry:
-    """One chunk's file. ``used_s`` is its last use as its mtime says, ``scan`` the last scan that saw it."""
+    """One chunk's file.
+
+    ``used_s`` is its last use as its mtime says, ``scan`` the last scan that saw it.
+    """
 
     __slots__ = ("namespace", "scan", "size", "used_s")
 
@@ -42,7 +45,7 @@ class ChunkFile(NamedTuple):
 
 
 class Look:
-    """One look at the filesystem. ``removed`` are the digests whose files were removed during it."""
+    """One look at the filesystem. ``removed`` has the digests of files removed meanwhile."""
 
     __slots__ = ("removed",)
 
@@ -53,8 +56,9 @@ class Look:
 class ChunkIndex:
     """Thread-safe; no call does I/O.
 
-    A file is removed in three steps: ``victim`` or ``begin_removal`` forgets it, the caller unlinks it, and
-    calls ``end_removal``. What a thread has seen of it meanwhile, ``add`` ignores: see ``look``.
+    A file is removed in three steps: ``victim`` or ``begin_removal`` forgets it, the caller unlinks
+    it, and calls ``end_removal``. What a thread has seen of it meanwhile, ``add`` ignores: see
+    ``look``.
     """
 
     def __init__(self, order: EvictionOrder) -> None:
@@ -73,7 +77,8 @@ class ChunkIndex:
 
     @contextmanager
     def look(self) -> Iterator[Look]:
-        """Begin a look at the filesystem, before the first ``stat``; ``add`` takes what it has seen."""
+        """Begin a look at the filesystem, before the first ``stat``; ``add`` takes what it has
+        seen."""
         look = Look()
         with self._lock:
             self._looks.append(look)
@@ -86,8 +91,8 @@ class ChunkIndex:
     def add(self, namespace: bytes, files: Iterable[ChunkFile], look: Look | None = None) -> None:
         """Take note of files that are there. Those known already are only marked as seen.
 
-        ``look`` is the one that saw them; None: this process has just published them. Files that are being
-        removed, or were removed during the look, are left out.
+        ``look`` is the one that saw them; None: this process has just published them. Files that
+        are being removed, or were removed during the look, are left out.
         """
         with self._lock:
             for digest, size, used_s in files:
@@ -105,7 +110,10 @@ class ChunkIndex:
                 self._forget(digest)
 
     def begin_removal(self, digest: bytes) -> int | None:
-        """Forget a file that the caller is about to remove. Returns the size that it was known with."""
+        """Forget a file that the caller is about to remove.
+
+        Returns the size that it was known with.
+        """
         with self._lock:
             self._removing.add(digest)
             return self._forget(digest)
@@ -153,8 +161,8 @@ class ChunkIndex:
     def end_scan(self) -> None:
         """Forget the files that were neither seen by the scan nor added since it began.
 
-        The first scan also sorts all files by last use, because it finds them in no order. Later ones leave
-        the order as it is.
+        The first scan also sorts all files by last use, because it finds them in no order. Later
+        ones leave the order as it is.
         """
         with self._lock:
             gone = [digest for digest, entry in self._entries.items() if entry.scan < self._scan]

@@ -1,21 +1,23 @@
 """How many bytes a data directory holds, as all processes that share it agree: one page of a file.
 
-The page is changed under flock. Bytes are *published* (files, quarantine, directories), or *reserved* by a live
-process for what it is writing. A process reserves before it creates a file, so the sum of both is never less than what
-is on disk, whoever is killed at any moment:
+The page is changed under flock. Bytes are *published* (files, quarantine, directories), or
+*reserved* by a live process for what it is writing. A process reserves before it creates a file, so
+the sum of both is never less than what is on disk, whoever is killed at any moment:
 
-- killed before its file was published: the reservation is counted as published when the process is reaped;
+- killed before its file was published: the reservation is counted as published when the process
+  is reaped;
 - killed after that, and before it reported the file: the reservation was the published file.
 
 A scan takes the surplus away: see ``reconcile``.
 
-A process reserves some bytes ahead, and reports what became of them when it reserves again. So most writes don't touch
-the page; until then those bytes stay reserved for all others. Removals are reported late, too. A scan may have noticed
-them by then, so each scan that is taken over begins an *epoch*, and a removal of an earlier epoch is not subtracted
-any more: what the scan had not noticed stays as surplus until the next.
+A process reserves some bytes ahead, and reports what became of them when it reserves again. So most
+writes don't touch the page; until then those bytes stay reserved for all others. Removals are
+reported late, too. A scan may have noticed them by then, so each scan that is taken over begins an
+*epoch*, and a removal of an earlier epoch is not subtracted any more: what the scan had not noticed
+stays as surplus until the next.
 
-A page that isn't whole, after a crash of the machine, is started anew as *unknown*: nothing can be reserved until a
-scan has counted what is there.
+A page that isn't whole, after a crash of the machine, is started anew as *unknown*: nothing can be
+reserved until a scan has counted what is there.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ _UNKNOWN: Final = (1 << 64) - 1
 class LedgerPage:
     """The page's content.
 
-    ``published_bytes`` is None while it is unknown. ``added_bytes`` and ``removed_bytes`` only grow: they tell a scan
-    what happened meanwhile. ``reserved`` maps each process's token to its bytes; ``epoch`` counts the scans that were
-    taken over.
+    ``published_bytes`` is None while it is unknown. ``added_bytes`` and ``removed_bytes`` only
+    grow: they tell a scan what happened meanwhile. ``reserved`` maps each process's token to its
+    bytes; ``epoch`` counts the scans that were taken over.
     """
 
     id: bytes
@@ -123,14 +125,18 @@ class LedgerGone(StoreUnavailable):
 
 
 class Ledger:
-    """This process's share in the page. Thread-safe; each call holds the lock for two small system calls.
+    """This process's share in the page. Thread-safe; each call holds the lock for two small system
+    calls.
 
-    The file is opened anew each time. An open file that is written to would keep an operator from making the
-    filesystem read-only, and one that was removed meanwhile would count for nobody else.
+    The file is opened anew each time. An open file that is written to would keep an operator from
+    making the filesystem read-only, and one that was removed meanwhile would count for nobody else.
     """
 
     def __init__(self, root: Fd, token: bytes, unit_bytes: int) -> None:
-        """``token`` names this process in the page. Sizes of files are rounded up to ``unit_bytes``."""
+        """``token`` names this process in the page.
+
+        Sizes of files are rounded up to ``unit_bytes``.
+        """
         self._root = root
         self._token = token
         self._unit_bytes = unit_bytes
@@ -149,7 +155,8 @@ class Ledger:
     def page(self, *, new_page: Callable[[], LedgerPage] | None = None) -> Iterator[LedgerPage]:
         """Lock and read the page for the block, and write it back at its end if it has changed.
 
-        ``new_page`` makes one where there is none that is whole. Raises ``LedgerGone`` and ``StoreUnavailable``.
+        ``new_page`` makes one where there is none that is whole. Raises ``LedgerGone`` and
+        ``StoreUnavailable``.
         """
         if not self._threads.acquire(timeout=LOCK_TRIES * LOCK_WAIT_S):
             raise StoreUnavailable("another thread holds the ledger's lock")
@@ -175,8 +182,11 @@ class Ledger:
 
     @staticmethod
     def _write(file: int, data: bytes) -> None:
-        """Write the page. Raises ``LedgerGone`` if that fails: this process must attach under another token, and what
-        it has reserved is counted as published."""
+        """Write the page.
+
+        Raises ``LedgerGone`` if that fails: this process must attach under another token, and what
+        it has reserved is counted as published.
+        """
         try:
             if os.pwrite(file, data, 0) != PAGE_BYTES:
                 raise OSError(errno.EIO, "a page cut short")
@@ -199,7 +209,10 @@ class Ledger:
         raise StoreUnavailable("another process holds the ledger's lock")
 
     def join(self, new_page: Callable[[], LedgerPage]) -> LedgerPage:
-        """Enter this process into the page. Raises ``UnsupportedError`` if too many share the directory."""
+        """Enter this process into the page.
+
+        Raises ``UnsupportedError`` if too many share the directory.
+        """
         with self.page(new_page=new_page) as page:
             if len(page.reserved) >= MAX_PROCESSES:
                 raise UnsupportedError(
@@ -216,9 +229,11 @@ class Ledger:
             page.reserved.pop(self._token, None)
 
     def reserve(self, size: int, limit_bytes: int) -> int | None:
-        """Reserve the bytes of a file of ``size`` bytes, within ``limit_bytes`` of all processes together.
+        """Reserve the bytes of a file of ``size`` bytes, within ``limit_bytes`` of all processes
+        together.
 
-        Returns 0 if they are reserved, else how many bytes are lacking; None if it is unknown how many are used.
+        Returns 0 if they are reserved, else how many bytes are lacking; None if it is unknown how
+        many are used.
         """
         need = self.rounded(size)
         with self._threads:
@@ -276,7 +291,8 @@ class Ledger:
     def remove(self, size: int, epoch: int, unreported_bytes: int = 0) -> None:
         """Count ``size`` bytes as removed; ``epoch`` is what it was before the first of them went.
 
-        They are reported at once if more than ``unreported_bytes`` have gathered, else with the next report.
+        They are reported at once if more than ``unreported_bytes`` have gathered, else with the
+        next report.
         """
         with self._threads:
             if self.epoch == epoch:
@@ -293,15 +309,17 @@ class Ledger:
 
     @property
     def used_bytes(self) -> int | None:
-        """Published bytes and those being written, without what this process has reserved ahead; None: unknown."""
+        """Published bytes and those being written, without what this process has reserved ahead;
+        None: unknown."""
         used_bytes = self.report().used_bytes
         return None if used_bytes is None else used_bytes - self._ahead_bytes
 
     def reconcile(self, before: LedgerPage, counted_bytes: int) -> LedgerPage:
         """Take over a scan's count of everything published, begun when the page was ``before``.
 
-        What other processes did meanwhile may or may not be in the count, so the published bytes are only moved into
-        the range that they must be in. In a quiet directory that is the count itself.
+        What other processes did meanwhile may or may not be in the count, so the published bytes
+        are only moved into the range that they must be in. In a quiet directory that is the count
+        itself.
         """
         with self.page() as page:
             self.report_to(page)

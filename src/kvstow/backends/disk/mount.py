@@ -1,7 +1,7 @@
 """A data directory as one process has it open: its root, its lock, its place in the ledger.
 
-All paths are relative to the root's descriptor. When a filesystem vanishes from its mount point, nothing is written to
-the directory below.
+All paths are relative to the root's descriptor. When a filesystem vanishes from its mount point,
+nothing is written to the directory below.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 class MountedDirectory:
     """A directory that ``attach`` has opened.
 
-    ``identity`` is the root's device and inode, ``owner`` the user id that our files get, ``token`` the name of this
-    process in the directory. ``took_over``: there were dead processes, whose reservations are counted as published.
+    ``identity`` is the root's device and inode, ``owner`` the user id that our files get, ``token``
+    the name of this process in the directory. ``took_over``: there were dead processes, whose
+    reservations are counted as published.
     """
 
     path: str
@@ -75,18 +76,25 @@ class MountedDirectory:
         return free_bytes(self.root)
 
     def check_readable(self) -> None:
-        """Read the ledger, from the device where direct I/O works. Raises ``OSError`` if that fails."""
+        """Read the ledger, from the device where direct I/O works.
+
+        Raises ``OSError`` if that fails.
+        """
         flags = READ_FLAGS | (os.O_DIRECT if self.direct else 0)
         file = Fd(os.open(names.LEDGER, flags, dir_fd=self.root.number))
         with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
             os.preadv(file.number, [view], 0)
 
     def check_writable(self, room_bytes: int) -> None:
-        """Write, read and publish a file of at least ``room_bytes``. Raises ``OSError`` if that fails."""
+        """Write, read and publish a file of at least ``room_bytes``.
+
+        Raises ``OSError`` if that fails.
+        """
         _probe(self.root, f"{names.TMP}/{self.token}-1", self.direct, room_bytes)
 
     def in_place(self) -> bool:
-        """Whether the path still leads to this directory, and the files of ``attach`` are still in it."""
+        """Whether the path still leads to this directory, and the files of ``attach`` are still in
+        it."""
         needed = (names.LEDGER, names.TMP, names.QUARANTINE, names.lock_path(self.token))
         try:
             return _identity(os.stat(self.path)) == self.identity and None not in map(
@@ -105,11 +113,12 @@ class MountedDirectory:
 def attach(
     path: str, *, direct: bool = True, previous: MountedDirectory | None = None
 ) -> MountedDirectory:
-    """Open a data directory, make the directories and files that it lacks, and clear up after dead processes.
+    """Open a data directory, make the directories and files that it lacks, and clear up after dead
+    processes.
 
-    ``direct`` allows direct I/O, where the filesystem has it. ``previous`` is the same directory as this process had it
-    open before: then a bare mount point is not taken for it. Raises ``OSError``, ``StoreUnavailable``, and
-    ``UnsupportedError`` for a filesystem that can't serve.
+    ``direct`` allows direct I/O, where the filesystem has it. ``previous`` is the same directory as
+    this process had it open before: then a bare mount point is not taken for it. Raises
+    ``OSError``, ``StoreUnavailable``, and ``UnsupportedError`` for a filesystem that can't serve.
     """
     if previous is None or _device(os.path.dirname(os.path.abspath(path))) == previous.identity[0]:
         os.makedirs(path, names.DIR_MODE, exist_ok=True)
@@ -169,7 +178,8 @@ def reap(mount: MountedDirectory) -> bool:
 def _take_lock(root: Fd, token: str) -> Fd:
     """Make and lock this process's lock file.
 
-    It is locked under another name first, so that a file called ``<token>.lock`` is locked while its process lives.
+    It is locked under another name first, so that a file called ``<token>.lock`` is locked while
+    its process lives.
     """
     hidden = f"{names.TMP}/{token}-0"
     for _ in range(MAX_ATTEMPTS):
@@ -202,8 +212,8 @@ def alive(root: Fd, token: str) -> bool:
 def try_lock(root: Fd, path: str, flags: int = 0) -> Fd | None:
     """Open and lock a file. Returns None if another process has it locked.
 
-    It is opened read-only, so that the filesystem may be made so, and for writing where that is not enough: network
-    filesystems lock only files that are open for writing.
+    It is opened read-only, so that the filesystem may be made so, and for writing where that is not
+    enough: network filesystems lock only files that are open for writing.
     """
     for access in (os.O_RDONLY, os.O_RDWR):
         fd = Fd(
@@ -249,8 +259,8 @@ def _join(root: Fd, token: bytes) -> tuple[Ledger, LedgerPage]:
 def _probe(root: Fd, name: str, direct: bool, room_bytes: int = 0) -> tuple[int, bool]:
     """Try all that the tier needs, with a file of at least ``room_bytes``.
 
-    Returns the user id that our files get, and whether direct I/O works. Hard links are tried as well, because
-    publishing may need them. Raises ``OSError`` and ``UnsupportedError``.
+    Returns the user id that our files get, and whether direct I/O works. Hard links are tried as
+    well, because publishing may need them. Raises ``OSError`` and ``UnsupportedError``.
     """
     link = f"{name[:-1]}2"
     try:

@@ -10,9 +10,9 @@
       <namespace>/namespace.json       describes the namespace, for people
       <namespace>/a/b/<digest>.kv      a frame; a and b are the digest's first two hex digits
 
-Two hex digits make 256 directories, with 400 files in each of a hundred thousand chunks: listing a directory costs
-more than reading an entry. A file that matches none of these patterns is not ours, and is never counted, moved or
-removed.
+Two hex digits make 256 directories, with 400 files in each of a hundred thousand chunks: listing a
+directory costs more than reading an entry. A file that matches none of these patterns is not ours,
+and is never counted, moved or removed.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def digest_of(name: str) -> bytes | None:
 
 
 def owner_of_temporary(name: str) -> str | None:
-    """The token of the process that made a temporary file; None if ``name`` is not such a file's."""
+    """The token of the process that made a temporary file; None if it is no such file."""
     match = _TEMPORARY.fullmatch(name)
     return match[1] if match else None
 
 
 def owner_of_lock(name: str) -> str | None:
-    """The token of the process that a lock file belongs to; None if ``name`` is not such a file's."""
+    """The token of the process that a lock file belongs to; None if it is no such file."""
     match = _LOCK.fullmatch(name)
     return match[1] if match else None
 

@@ -1,4 +1,7 @@
-"""The quarantine: bad files, kept for people to look at. Their number and bytes have bounds; the oldest go first."""
+"""The quarantine: bad files, kept for people to look at.
+
+Their number and bytes have bounds; the oldest go first.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ SIZE_SHARE: Final = 32  # the quarantine takes at most this part of the director
 def quarantine(
     mount: MountedDirectory, path: str, digest: bytes, why: str, size_bytes: int
 ) -> bool:
-    """Move the entry at ``path`` to the quarantine, whatever it is, and remove the oldest ones that are too many.
+    """Move the entry at ``path`` to the quarantine, whatever it is, and remove the oldest ones that
+    are too many.
 
-    ``why`` becomes part of its name. It stays counted. Returns False if nothing is there. Raises ``OSError`` if the
-    filesystem can't be changed.
+    ``why`` becomes part of its name. It stays counted. Returns False if nothing is there. Raises
+    ``OSError`` if the filesystem can't be changed.
     """
     target = f"{names.QUARANTINE}/{digest.hex()}.{why}.{mount.tag()}"
     try:
@@ -33,7 +37,10 @@ def quarantine(
 
 
 def shrink(mount: MountedDirectory, most_files: int, most_bytes: int) -> int:
-    """Remove the oldest entries until at most ``most_files`` and ``most_bytes`` are left. Returns the bytes freed."""
+    """Remove the oldest entries until at most ``most_files`` and ``most_bytes`` are left.
+
+    Returns the bytes freed.
+    """
     held = sorted(
         (entry.result.st_ctime_ns, entry.name, allocated_bytes(entry.result, mount.ledger))
         for entry in list_directory(mount.root, names.QUARANTINE)
@@ -51,9 +58,11 @@ def shrink(mount: MountedDirectory, most_files: int, most_bytes: int) -> int:
 
 
 def _drop(mount: MountedDirectory, path: str) -> int:
-    """Remove one entry, a directory only if it is empty: its content is not ours. Returns the bytes freed.
+    """Remove one entry, a directory only if it is empty: its content is not ours. Returns the bytes
+    freed.
 
-    The length of a bad file may be wrong, and more than was ever counted, so no more than its blocks are given back.
+    The length of a bad file may be wrong, and more than was ever counted, so no more than its
+    blocks are given back.
     """
     with suppress(OSError):
         result = os.stat(path, dir_fd=mount.root.number, follow_symlinks=False)

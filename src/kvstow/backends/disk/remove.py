@@ -18,10 +18,11 @@ KEPT_EMPTY_S: Final = (
 def remove_chunk(
     mount: MountedDirectory, namespace: bytes, digest: bytes, counted_bytes: int | None = None
 ) -> int:
-    """Remove a chunk's file. Returns the bytes that this frees, for the ledger; 0 if another remover was faster.
+    """Remove a chunk's file. Returns the bytes that this frees, for the ledger; 0 if another
+    remover was faster.
 
-    A file that has grown since it was counted with ``counted_bytes``, which no writer of ours does, frees no more than
-    that. Raises ``OSError``.
+    A file that has grown since it was counted with ``counted_bytes``, which no writer of ours does,
+    frees no more than that. Raises ``OSError``.
     """
     path = names.chunk_path(namespace, digest)
     root = mount.root.number
@@ -35,8 +36,8 @@ def remove_chunk(
 
 
 def expects_chunks(mount: MountedDirectory, name: str, now_s: float) -> bool:
-    """Whether an empty namespace may get chunks soon: an engine has made it within ``KEPT_EMPTY_S``, and another
-    process, which may be that engine, uses the directory."""
+    """Whether an empty namespace may get chunks soon: an engine has made it within
+    ``KEPT_EMPTY_S``, and another process, which may be that engine, uses the directory."""
     made = mount.stat(names.namespace_json(bytes.fromhex(name)))
     return (
         made is not None

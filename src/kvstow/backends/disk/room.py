@@ -18,8 +18,10 @@ MAX_VICTIMS: Final = 4096  # evicted in one round; files that others removed alr
 
 @dataclass(frozen=True, slots=True)
 class VolumeLimits:
-    """``size_bytes`` is the most that the directory holds, whoever writes to it. ``min_free_bytes`` stays free
-    on its filesystem, whoever fills it."""
+    """``size_bytes`` is the most that the directory holds, whoever writes to it.
+
+    ``min_free_bytes`` stays free on its filesystem, whoever fills it.
+    """
 
     size_bytes: int
     min_free_bytes: int = 0
@@ -34,7 +36,10 @@ class Room:
         self._bad = bad
 
     def reserve(self, mount: MountedDirectory, size: int) -> bool:
-        """Reserve ``size`` bytes for a file, evicting what it takes. Returns False if there is no room."""
+        """Reserve ``size`` bytes for a file, evicting what it takes.
+
+        Returns False if there is no room.
+        """
         if mount.ledger.rounded(size) > self._limits.size_bytes:
             return False
         for _ in range(MAX_ROUNDS):
@@ -55,8 +60,11 @@ class Room:
     def remove(
         self, mount: MountedDirectory, namespace: bytes, digest: bytes, known_bytes: int | None
     ) -> int:
-        """Unlink a chunk's file, whose removal has begun in the index. Returns the bytes that this frees, at
-        most ``known_bytes`` where they are known. Raises ``OSError``."""
+        """Unlink a chunk's file, whose removal has begun in the index.
+
+        Returns the bytes that this frees, at most ``known_bytes`` where they are known. Raises
+        ``OSError``.
+        """
         try:
             freed = remove_chunk(mount, namespace, digest, known_bytes)
             self._bad.discard(digest)
@@ -74,8 +82,8 @@ class Room:
     def shrink_to_limit(
         self, mount: MountedDirectory, used_bytes: int, stop: threading.Event
     ) -> None:
-        """Evict what is above the limit, in small steps: other processes shrink the directory too, and each
-        step tells them what it has removed."""
+        """Evict what is above the limit, in small steps: other processes shrink the directory too,
+        and each step tells them what it has removed."""
         limit_bytes = self._limits.size_bytes
         step = 1 + self._ahead_bytes(mount)
         for _ in range(limit_bytes, used_bytes, step):
@@ -84,7 +92,10 @@ class Room:
             self._evict(mount, step)
 
     def _evict(self, mount: MountedDirectory, wanted: int) -> int:
-        """Remove what the policy chooses, quarantined files when it has nothing more. Returns the bytes freed."""
+        """Remove what the policy chooses, quarantined files when it has nothing more.
+
+        Returns the bytes freed.
+        """
         freed = 0
         epoch = mount.ledger.epoch
         try:

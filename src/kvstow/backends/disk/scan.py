@@ -30,8 +30,8 @@ class DirectoryEntry(NamedTuple):
 class NamespaceUsage:
     """One namespace's directory as a scan found it.
 
-    ``bytes`` includes the bytes of its directories. ``oldest_s`` and ``newest_s`` are the earliest and the latest last
-    use of a chunk, in seconds since the epoch; 0 without chunks.
+    ``bytes`` includes the bytes of its directories. ``oldest_s`` and ``newest_s`` are the earliest
+    and the latest last use of a chunk, in seconds since the epoch; 0 without chunks.
     """
 
     name: str
@@ -67,7 +67,7 @@ class ScanResult:
 
 
 def allocated_bytes(result: os.stat_result, ledger: Ledger) -> int:
-    """The bytes that a file takes: its length, or the blocks allocated to it where these are more."""
+    """The bytes that a file takes: its length, or the allocated blocks where these are more."""
     if not stat.S_ISREG(result.st_mode):
         return 0
     return ledger.rounded(max(result.st_size, result.st_blocks * BLOCK_BYTES))
@@ -76,8 +76,8 @@ def allocated_bytes(result: os.stat_result, ledger: Ledger) -> int:
 def list_directory(root: Fd, path: str) -> Iterator[DirectoryEntry]:
     """The entries of a directory below the root, with their ``lstat``.
 
-    There are none if it does not exist or is not a directory. They come in the order of their inodes, as they lie on
-    disk: on a cold cache that is several times faster.
+    There are none if it does not exist or is not a directory. They come in the order of their
+    inodes, as they lie on disk: on a cold cache that is several times faster.
     """
     try:
         directory = Fd(os.open(path, _DIRECTORY, dir_fd=root.number))
@@ -97,7 +97,10 @@ def namespaces(root: Fd) -> list[str]:
 
 
 def read_namespace_json(root: Fd, namespace: str) -> dict[str, Any]:
-    """The fields of ``namespace.json``; none if it can't be read. Others may have written it: trust nothing in it."""
+    """The fields of ``namespace.json``; none if it can't be read.
+
+    Others may have written it: trust nothing in it.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = Fd(os.open(f"{namespace}/{names.NAMESPACE_JSON}", flags, dir_fd=root.number))
@@ -107,7 +110,8 @@ def read_namespace_json(root: Fd, namespace: str) -> dict[str, Any]:
 
 
 def base_namespace(namespace: str, about: Mapping[str, object]) -> str:
-    """The namespace that an adapter's, or one after a reset, belongs to; any other belongs to itself."""
+    """The namespace that an adapter's, or one after a reset, belongs to; any other belongs to
+    itself."""
     parent = about.get("parent")
     return parent if isinstance(parent, str) and names.is_namespace(parent) else namespace
 
@@ -122,8 +126,8 @@ def scan(
 ) -> ScanResult | None:
     """Walk the whole directory.
 
-    ``found`` is called with the namespace and the chunks of each directory of files; between two of these the scan
-    waits ``pause_s`` seconds. Returns None if ``stop`` was set. Raises ``OSError``.
+    ``found`` is called with the namespace and the chunks of each directory of files; between two of
+    these the scan waits ``pause_s`` seconds. Returns None if ``stop`` was set. Raises ``OSError``.
     """
     count = ScanResult([], own_bytes=sum(_bytes(root, name, ledger) for name in names.OWN))
     for name in namespaces(root):

@@ -1,4 +1,5 @@
-"""The scrub: it reads every chunk in the background and reports those that are bad, before a request meets them."""
+"""The scrub: it reads every chunk in the background and reports those that are bad, before a
+request meets them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class VerifyResult(NamedTuple):
 
 
 def chunks_after(root: Fd, cursor: str) -> Iterator[str]:
-    """The paths of all chunks in order, beginning after the path ``cursor``, or at the first if it is empty."""
+    """The paths of all chunks in order, beginning after the path ``cursor``, or at the first if it
+    is empty."""
     for namespace in namespaces(root):
         for first in names.DIGITS:
             for second in names.DIGITS:
@@ -83,7 +85,10 @@ def verify(mount: MountedDirectory, path: str, check: Check) -> VerifyResult | N
 
 
 class Scrub:
-    """Checks the chunks of one directory round and round, beginning where the last process stopped. One thread."""
+    """Checks the chunks of one directory round and round, beginning where the last process stopped.
+
+    One thread.
+    """
 
     def __init__(
         self,
@@ -91,8 +96,9 @@ class Scrub:
         bad: Callable[[bytes, bytes], None],
         unreadable: Callable[[bytes, OSError], None],
     ) -> None:
-        """``bad`` is called with namespace and digest of a chunk that is not whole, ``unreadable`` with the digest of
-        one whose file gives an error; it raises the error if it is not that file's."""
+        """``bad`` is called with namespace and digest of a chunk that is not whole, ``unreadable``
+        with the digest of one whose file gives an error; it raises the error if it is not that
+        file's."""
         self._check = check
         self._bad = bad
         self._unreadable = unreadable
@@ -104,7 +110,8 @@ class Scrub:
     def step(self, mount: MountedDirectory, budget_bytes: int, stop: threading.Event) -> int:
         """Check files until ``budget_bytes`` are read, or the round ends. Returns the bytes read.
 
-        Returns 0 while another process scrubs this directory, because one is enough. Raises ``OSError``.
+        Returns 0 while another process scrubs this directory, because one is enough. Raises
+        ``OSError``.
         """
         if not self._lock_cursor(mount):
             return 0
@@ -130,7 +137,10 @@ class Scrub:
         return done
 
     def _lock_cursor(self, mount: MountedDirectory) -> bool:
-        """Lock the cursor's file, and begin at the cursor. Returns False if another process has it locked."""
+        """Lock the cursor's file, and begin at the cursor.
+
+        Returns False if another process has it locked.
+        """
         if self._mount is mount and self._lock is not None:
             return True
         fd = try_lock(mount.root, names.SCRUB_CURSOR, os.O_CREAT)

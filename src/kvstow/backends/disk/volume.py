@@ -41,10 +41,11 @@ Describe = Callable[[bytes], Mapping[str, object]]
 
 
 class DiskVolume:
-    """Reads, writes and evicts in one data directory. Thread-safe; only the ledger's lock is held during I/O.
+    """Reads, writes and evicts in one data directory. Thread-safe; only the ledger's lock is held
+    during I/O.
 
-    Every fault of the filesystem is raised as ``StoreUnavailable``, except one that a single file gives:
-    that chunk is a miss, see ``BadFiles``.
+    Every fault of the filesystem is raised as ``StoreUnavailable``, except one that a single file
+    gives: that chunk is a miss, see ``BadFiles``.
     """
 
     def __init__(
@@ -84,13 +85,14 @@ class DiskVolume:
             mount.check_readable()
 
     def try_writing(self) -> None:
-        """Raise ``StoreUnavailable`` if nothing can be written, or there is still no room for what was lacking."""
+        """Raise ``StoreUnavailable`` if nothing can be written, or there is still no room for what
+        was lacking."""
         with self.access.operation("trying to write") as mount:
             mount.check_writable(self._lacked_bytes)
         self._lacked_bytes = 0
         self.scan_wanted = True
 
-    # --- the contract, for one key --------------------------------------------------------------------------------
+    # --- the contract, for one key ----------------------------------------------------------------
 
     def contains(self, namespace: bytes, digest: bytes) -> bool:
         if digest in self._bad:
@@ -159,7 +161,8 @@ class DiskVolume:
     def _open(
         self, mount: MountedDirectory, path: str, direct: bool
     ) -> tuple[files.Fd, int] | None:
-        """The chunk's file and its length; None: there is none, or it is not a regular file that we wrote."""
+        """The chunk's file and its length; None: there is none, or it is not a regular file that we
+        wrote."""
         try:
             fd = files.Fd(
                 os.open(path, files.READ_FLAGS | direct * os.O_DIRECT, dir_fd=mount.root.number)
@@ -174,16 +177,19 @@ class DiskVolume:
         return (fd, result.st_size) if is_regular(result) and result.st_uid == mount.owner else None
 
     def note_unreadable(self, digest: bytes, error: OSError) -> None:
-        """Remember a file that gave an error to a reader other than ``read``. Raises ``StoreUnavailable`` where it
-        is not that file's."""
+        """Remember a file that gave an error to a reader other than ``read``.
+
+        Raises ``StoreUnavailable`` where it is not that file's.
+        """
         with self.access.operation("reading", reads_only=True) as mount:
             self._note_unreadable(mount, digest, error)
 
     def _note_unreadable(self, mount: MountedDirectory, digest: bytes, error: OSError) -> None:
         """Remember that a chunk's file gives an error: a miss until it is replaced.
 
-        Raises ``error`` where it is not that file's: this process lacks a resource, the directory can't be read
-        either, or more than ``MAX_UNREADABLE_IN_A_ROW`` files failed one after the other.
+        Raises ``error`` where it is not that file's: this process lacks a resource, the directory
+        can't be read either, or more than ``MAX_UNREADABLE_IN_A_ROW`` files failed one after the
+        other.
         """
         if error.errno in _LACKS_RESOURCES:
             raise error
@@ -234,7 +240,10 @@ class DiskVolume:
         parts: Sequence[Buffer],
         size: int,
     ) -> bool:
-        """Write a temporary file, for which room is reserved, and publish it. Returns False if ``path`` is taken."""
+        """Write a temporary file, for which room is reserved, and publish it.
+
+        Returns False if ``path`` is taken.
+        """
         published = False
         temporary = mount.temporary()
         direct = mount.direct and files.aligned(parts)
@@ -261,7 +270,8 @@ class DiskVolume:
             self._room.delete(mount, namespace, digest)
 
     def set_aside(self, namespace: bytes, digest: bytes, why: str) -> bool:
-        """Move a bad file to the quarantine, or remember it as bad where the filesystem is read-only.
+        """Move a bad file to the quarantine, or remember it as bad where the filesystem is
+        read-only.
 
         Returns False if it was moved or remembered before.
         """
@@ -278,7 +288,7 @@ class DiskVolume:
             finally:
                 self._index.end_removal(digest)
 
-    # --- pieces of it ---------------------------------------------------------------------------------------------
+    # --- pieces of it -----------------------------------------------------------------------------
 
     def _transfer(
         self,
@@ -287,7 +297,8 @@ class DiskVolume:
         parts: Sequence[Buffer],
         move: Callable[[int, Sequence[Buffer]], int],
     ) -> int:
-        """Move the bytes with ``move``; buffered from now on if the filesystem refuses direct I/O after all."""
+        """Move the bytes with ``move``; buffered from now on if the filesystem refuses direct I/O
+        after all."""
         try:
             return move(fd.number, parts)
         except OSError as error:
@@ -321,7 +332,10 @@ class DiskVolume:
             return rivals(mount, self._describe(namespace), root, self._clock.wall())
 
     def introduce(self, namespace: bytes, root: str) -> dict[str, str]:
-        """Say that a namespace is in use, before anything is written to it. Returns its rivals, looked for after."""
+        """Say that a namespace is in use, before anything is written to it.
+
+        Returns its rivals, looked for after.
+        """
         with self.access.operation("introducing a namespace") as mount:
             self._written.add(namespace)
             path = names.namespace_json(namespace)
@@ -356,10 +370,11 @@ class DiskVolume:
             if not isinstance(error, FileExistsError):
                 raise
 
-    # --- background -----------------------------------------------------------------------------------------------
+    # --- background -------------------------------------------------------------------------------
 
     def scan(self, stop: threading.Event, pause_s: float = 0.0) -> ScanResult | None:
-        """Count and index everything, take over what dead processes had reserved, and shrink to the limit.
+        """Count and index everything, take over what dead processes had reserved, and shrink to the
+        limit.
 
         Waits ``pause_s`` seconds between directories of files. Returns None if ``stop`` was set.
         """
@@ -398,8 +413,11 @@ class DiskVolume:
         return count
 
     def reap(self) -> None:
-        """Clear up after processes that are dead. What they had reserved may be more than they wrote, or they had
-        removed more than they said, so a scan is wanted then."""
+        """Clear up after processes that are dead.
+
+        What they had reserved may be more than they wrote, or they had removed more than they said,
+        so a scan is wanted then.
+        """
         with self.access.operation("clearing up") as mount:
             if reap(mount):
                 self.scan_wanted = True
@@ -412,7 +430,8 @@ class DiskVolume:
 
 
 def _retry_while_removed(call: Callable[[], R]) -> R:
-    """The value of ``call``, which makes a namespace: another process's scan may find it empty and remove it."""
+    """The value of ``call``, which makes a namespace: another process's scan may find it empty and
+    remove it."""
     for _ in range(MAX_INTRODUCTIONS - 1):
         with suppress(FileNotFoundError):
             return call()
