@@ -7,10 +7,14 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("openai")
 
 from kvstow.cli import main
 from kvstow.cli.verify import client
@@ -22,7 +26,7 @@ from kvstow.cli.verify.command import (
     make_prompt,
     verify,
 )
-from kvstow.cli.verify.readings import Readings
+from kvstow.cli.verify.snapshot import Snapshot
 from kvstow.settings import sources
 from kvstow.testing.manual import ManualClock
 
@@ -140,9 +144,10 @@ def fake() -> Iterator[FakeServer]:
 
 def ask(fake: FakeServer, *, model: str | None = None, **options: Any) -> dict[str, Any]:
     clock = ManualClock()
-    server = Server(fake.url, options.pop("key", None), clock, clock.monotonic() + 60)
     sizes = (options.pop("prompt_tokens", None), options.pop("chunk_tokens", None))
-    return verify(server, model, *sizes, clock, clock.advance)
+    key = options.pop("key", None)
+    with closing(Server(fake.url, key, clock, clock.monotonic() + 60)) as server:
+        return verify(server, model, *sizes, clock, clock.advance)
 
 
 STORES: Effects = {
@@ -448,7 +453,7 @@ def test_prompts_are_new_and_fit() -> None:
 
 
 def test_counters_that_began_anew_count_from_zero() -> None:
-    before, after = Readings.parse("a_total 10\nb 5\n"), Readings.parse("a_total 3\nb 6\nc 1\n")
+    before, after = Snapshot.parse("a_total 10\nb 5\n"), Snapshot.parse("a_total 3\nb 6\nc 1\n")
     assert {name: after.since(before).total(name) for name in ("a_total", "b", "c")} == {
         "a_total": 3,
         "b": 1,
@@ -496,3 +501,13 @@ def test_exit_codes(fake: FakeServer, kvstow: Kvstow) -> None:
     code, out, err = kvstow("--url", fake.url, "--api-key-env", "NO_KEY")
     assert (code, out, KEY in err) == (2, "", False)
     assert kvstow("--prompt-tokens", "0")[0] == 2
+
+
+@pytest.mark.parametrize("package", ["httpx", "openai"])
+def test_without_vllms_packages_it_says_where_to_run_it(
+    kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    code, out, err = kvstow("--url", "127.0.0.1:9")
+    assert (code, out) == (1, "")
+    assert f"needs the package {package}: run it in vLLM's environment" in err

@@ -1,4 +1,7 @@
-"""``kvstow verify-offload``: ``client`` asks, ``readings`` are what it heard, ``judge`` says what they mean."""
+"""``kvstow verify-offload``.
+
+``client`` asks the server, ``snapshot`` reads its metrics, ``diagnosis`` finds the likeliest cause.
+"""
 
 from kvstow.cli.verify.command import verify_offload
 

@@ -1,4 +1,4 @@
-"""``kvstow verify-offload``: does a running server give back what it has computed."""
+"""``kvstow verify-offload``: asks a running server whether it restores KV."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from typing import Annotated, Any, Final
 
 import typer
 
 from kvstow.cli.output import printable
-from kvstow.cli.verify import judge as names
+from kvstow.cli.verify import diagnosis
 from kvstow.cli.verify.client import Model, Server, ServerFault
-from kvstow.cli.verify.judge import Code, Seen, Verdict, judge, notes
-from kvstow.cli.verify.readings import Readings
+from kvstow.cli.verify.diagnosis import Code, Observation, Verdict, diagnose, notes
+from kvstow.cli.verify.snapshot import Snapshot
 from kvstow.errors import SettingsError
 from kvstow.runtime import Clock, SystemClock, run_within
 from kvstow.settings import variable
@@ -50,7 +51,7 @@ def verify_offload(
         str | None, typer.Option(help="The variable that holds the server's API key.")
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="About so many. Default: three chunks.")
+        int | None, typer.Option(min=1, help="Its approximate length. Default: three chunks.")
     ] = None,
     chunk_tokens: Annotated[
         int | None, typer.Option(min=1, help="Where the server does not tell it.")
@@ -74,11 +75,11 @@ def verify_offload(
                 f"--api-key-env {api_key_env}: what it holds is no key: one line of ASCII is expected"
             )
     clock = SystemClock()
-    until_s = clock.monotonic() + timeout
+    deadline_s = clock.monotonic() + timeout
 
     def work() -> dict[str, Any]:
-        server = Server(url, key, clock, until_s)
-        return verify(server, model, prompt_tokens, chunk_tokens, clock, threading.Event().wait)
+        with closing(Server(url, key, clock, deadline_s)) as server:
+            return verify(server, model, prompt_tokens, chunk_tokens, clock, threading.Event().wait)
 
     with Console(stderr=True).status(
         f"sending a prompt twice, at most {timeout:g} s"
@@ -97,34 +98,40 @@ def verify(
     clock: Clock,
     wait: Wait,
 ) -> dict[str, Any]:
-    """The report, whatever happens. ``wait`` pauses between two looks at ``/metrics``."""
+    """Returns the report, also of a server that can't be asked.
+
+    ``wait`` pauses for some seconds between two requests for ``/metrics``.
+    """
     try:
         chosen = _model(server.models(), model)
-        before = Readings.parse(server.metrics())
-        if not before.ours:
+        before = Snapshot.parse(server.metrics())
+        if not before.has_kvstow:
             return _report(
                 Verdict(Code.NO_KVSTOW, False, "the server has no kvstow metrics", START)
             )
-        chunk = chunk_tokens or int(before.largest(names.CHUNK)) or UNKNOWN_CHUNK_TOKENS
+        chunk = chunk_tokens or int(before.largest(diagnosis.CHUNK)) or UNKNOWN_CHUNK_TOKENS
         prompt = make_prompt(prompt_tokens or CHUNKS * chunk + 1, chosen.max_tokens)
         first = server.complete(chosen.name, prompt, ANSWER_TOKENS)
         full = first.prompt_tokens // chunk
-        between = _settled(
-            server, clock, wait, lambda now: now.since(before).total(names.STORED) >= full
+        between = _wait_for_metrics(
+            server, clock, wait, lambda now: now.since(before).total(diagnosis.STORED) >= full
         )
         second = server.complete(chosen.name, prompt, ANSWER_TOKENS)
         asked = second.prompt_tokens
-        after = _settled(
-            server, clock, wait, lambda now: now.since(between).total(names.PROMPT) >= asked
+        after = _wait_for_metrics(
+            server, clock, wait, lambda now: now.since(between).total(diagnosis.PROMPT) >= asked
         )
     except ServerFault as fault:
         return _report(_fault(fault))
-    seen = Seen(before, between, after, first, second, chunk)
-    return _report(judge(seen), seen, chosen.name)
+    observed = Observation(before, between, after, first, second, chunk)
+    return _report(diagnose(observed), observed, chosen.name)
 
 
 def make_prompt(tokens: int, max_tokens: int | None) -> str:
-    """New text of about ``tokens`` tokens (short words are one each), at most half of what the model takes."""
+    """Returns new text of about ``tokens`` tokens, at most half of ``max_tokens``.
+
+    Its short words are a token each. ``max_tokens`` is the model's limit, or None if it is unknown.
+    """
     count = min(tokens, MAX_PROMPT_TOKENS, max(1, (max_tokens or tokens * 2) // 2))
     return f"{secrets.token_hex(8)} " + " ".join(
         WORDS[byte % len(WORDS)] for byte in secrets.token_bytes(count)
@@ -142,16 +149,20 @@ def _model(models: list[Model], wanted: str | None) -> Model:
     return models[0] if wanted is None else models[there.index(wanted)]
 
 
-def _settled(
-    server: Server, clock: Clock, wait: Wait, enough: Callable[[Readings], bool]
-) -> Readings:
+def _wait_for_metrics(
+    server: Server, clock: Clock, wait: Wait, enough: Callable[[Snapshot], bool]
+) -> Snapshot:
+    """Polls ``/metrics`` until ``enough`` or for ``SETTLE_S``. Returns the last snapshot."""
     until_s = clock.monotonic() + SETTLE_S
-    while not enough(now := Readings.parse(server.metrics())) and clock.monotonic() < until_s:
+    while True:
+        snapshot = Snapshot.parse(server.metrics())
+        if enough(snapshot) or clock.monotonic() >= until_s:
+            return snapshot
         wait(POLL_S)
-    return now
 
 
 def _fault(fault: ServerFault) -> Verdict:
+    """The verdict on a server that can't be asked."""
     if 300 <= fault.status < 400:
         return Verdict(
             Code.HTTP,
@@ -181,33 +192,35 @@ def _fault(fault: ServerFault) -> Verdict:
     return Verdict(Code.HTTP, False, str(fault), fix)
 
 
-def _report(verdict: Verdict, seen: Seen | None = None, model: str = "") -> dict[str, Any]:
+def _report(
+    verdict: Verdict, observed: Observation | None = None, model: str = ""
+) -> dict[str, Any]:
     report: dict[str, Any] = {**verdict._asdict(), "verdict": str(verdict.code)}
     del report["code"]
-    if seen is None:
+    if observed is None:
         return report
-    second = seen.after.since(seen.between)
+    second = observed.after.since(observed.between)
     answers = {
         name: {key: value for key, value in answer._asdict().items() if key != "text"}
-        for name, answer in (("first", seen.first), ("second", seen.second))
+        for name, answer in (("first", observed.first), ("second", observed.second))
     }
     return {
         **report,
         "model": model,
-        "chunk_tokens": seen.chunk_tokens,
-        "restored_tokens": second.by(names.HITS, "tier"),
-        "external_hit_tokens": second.total(names.EXTERNAL),
-        "own_hit_tokens": second.total(names.OWN),
-        "cached_tokens_by_source": second.by(names.SOURCES, "source"),
-        "stored_chunks": seen.after.since(seen.before).by(names.STORED, "tier"),
-        "identical": seen.first.text == seen.second.text,
+        "chunk_tokens": observed.chunk_tokens,
+        "restored_tokens": second.sums_by(diagnosis.HITS, "tier"),
+        "external_hit_tokens": second.total(diagnosis.EXTERNAL),
+        "own_hit_tokens": second.total(diagnosis.OWN),
+        "cached_tokens_by_source": second.sums_by(diagnosis.SOURCES, "source"),
+        "stored_chunks": observed.after.since(observed.before).sums_by(diagnosis.STORED, "tier"),
+        "identical": observed.first.text == observed.second.text,
         **answers,
-        "notes": notes(seen),
+        "notes": notes(observed),
     }
 
 
 def _within(limit_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``work`` returns; it is left behind when it takes longer."""
+    """Returns what ``work`` returns. After ``limit_s`` its thread is abandoned."""
     value, error = run_within("verify", work, limit_s) or (
         None,
         ServerFault("the time given is over"),

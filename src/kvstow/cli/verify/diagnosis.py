@@ -1,4 +1,4 @@
-"""From three readings of ``/metrics`` and two answers to what they mean. Pure."""
+"""The diagnosis: what three snapshots of ``/metrics`` and two answers say about offloading."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from kvstow.cli.verify.client import Answer
-from kvstow.cli.verify.readings import Readings
+from kvstow.cli.verify.snapshot import Snapshot
 
 PROMPT: Final = "vllm:prompt_tokens_total"
 OWN: Final = "vllm:prefix_cache_hits_total"
@@ -30,6 +30,8 @@ OPEN: Final = 2.0
 
 
 class Code(StrEnum):
+    """Results by name, for programs."""
+
     RESTORED = "restored"
     OWN_CACHE = "own_cache"
     TOO_SHORT = "prompt_too_short"
@@ -52,17 +54,19 @@ class Code(StrEnum):
     HTTP = "http_error"
 
 
-class Seen(NamedTuple):
-    before: Readings
-    between: Readings
-    after: Readings
+class Observation(NamedTuple):
+    """The two answers, and ``/metrics`` before, between and after them."""
+
+    before: Snapshot
+    between: Snapshot
+    after: Snapshot
     first: Answer
     second: Answer
     chunk_tokens: int
 
 
 class Verdict(NamedTuple):
-    """``works``: KV is kept, and as far as can be seen given back."""
+    """The result. ``works`` says that KV is stored and, if it was needed, restored."""
 
     code: Code
     works: bool
@@ -79,22 +83,24 @@ _REASONS: Final[Mapping[str, str]] = {
 }
 
 
-def judge(seen: Seen) -> Verdict:
-    whole = seen.after.since(seen.before)
-    second = seen.after.since(seen.between)
-    hits, stored = second.by(HITS, "tier"), whole.total(STORED)
+def diagnose(observed: Observation) -> Verdict:
+    """Finds out whether KV was restored and, if not, the likeliest cause."""
+    whole = observed.after.since(observed.before)
+    second = observed.after.since(observed.between)
+    hits = second.sums_by(HITS, "tier")
+    stored = whole.total(STORED)
     if hits:
         tiers = ", ".join(f"{tokens:.0f} tokens from {tier}" for tier, tokens in hits.items())
         return Verdict(Code.RESTORED, True, f"the second request reused KV: {tiers}")
-    if seen.second.prompt_tokens < seen.chunk_tokens:
-        why = f"the prompt has {seen.second.prompt_tokens} tokens, and a chunk {seen.chunk_tokens}"
+    if observed.second.prompt_tokens < observed.chunk_tokens:
+        why = f"the prompt has {observed.second.prompt_tokens} tokens, and a chunk {observed.chunk_tokens}"
         return Verdict(
             Code.TOO_SHORT,
             False,
             why,
-            f"--prompt-tokens {3 * seen.chunk_tokens}; a longer --max-model-len",
+            f"--prompt-tokens {3 * observed.chunk_tokens}; a longer --max-model-len",
         )
-    if second.total(PROMPT) < seen.second.prompt_tokens:
+    if second.total(PROMPT) < observed.second.prompt_tokens:
         return Verdict(
             Code.OTHER_SERVER,
             False,
@@ -109,16 +115,18 @@ def judge(seen: Seen) -> Verdict:
             f"kvstow has stored the prompt ({stored:.0f} chunks) for when it is gone there",
             "to see a restore, start vLLM with --no-enable-prefix-caching, and verify again",
         )
-    return _not_stored(seen, whole) if not stored else _not_found(seen, whole, second)
+    if not stored:
+        return _not_stored(whole)
+    return _not_found(observed, whole, second)
 
 
-def _not_stored(seen: Seen, whole: Readings) -> Verdict:
-    if refused := whole.by(REFUSED, "tier", "reason"):
+def _not_stored(whole: Snapshot) -> Verdict:
+    if refused := whole.sums_by(REFUSED, "tier", "reason"):
         fixes = {_REASONS.get(key.split()[-1], "see vLLM's log") for key in refused}
         return Verdict(
             Code.REFUSED, False, f"chunks were refused: {_shown(refused)}", "; ".join(sorted(fixes))
         )
-    if failed := whole.by(FAILED, "tier", "reason"):
+    if failed := whole.sums_by(FAILED, "tier", "reason"):
         return Verdict(
             Code.FAILED, False, f"copies failed: {_shown(failed)}", "vLLM's log says why"
         )
@@ -137,8 +145,8 @@ def _not_stored(seen: Seen, whole: Readings) -> Verdict:
     )
 
 
-def _not_found(seen: Seen, whole: Readings, second: Readings) -> Verdict:
-    engines = seen.after.values(CHUNK, "engine")
+def _not_found(observed: Observation, whole: Snapshot, second: Snapshot) -> Verdict:
+    engines = observed.after.label_values(CHUNK, "engine")
     if len(engines) > 1:
         return Verdict(
             Code.SEVERAL_ENGINES,
@@ -150,32 +158,35 @@ def _not_found(seen: Seen, whole: Readings, second: Readings) -> Verdict:
     if not second.total(REQUESTED):
         fix = "kv_role must be kv_both (not kv_producer)"
         return Verdict(
-            Code.NOT_ASKED, False, "the prompt was stored, and nobody asked for it again", fix
+            Code.NOT_ASKED,
+            False,
+            "the prompt was stored, and kvstow was not asked for it again",
+            fix,
         )
-    decided = second.by(DECISIONS, "tier", "decision").items()
+    decided = second.sums_by(DECISIONS, "tier", "decision").items()
     against = {key: count for key, count in decided if key.split()[-1] in ("short", "recompute")}
-    causes = (
+    causes = (  # the likeliest first
         (
             Code.FAILED,
-            second.by(FAILED, "tier", "reason"),
+            second.sums_by(FAILED, "tier", "reason"),
             "transfers failed",
             "vLLM's log says why",
         ),
         (
             Code.CORRUPT,
-            second.by(CORRUPT, "tier"),
+            second.sums_by(CORRUPT, "tier"),
             "chunks came back damaged",
             "suspect the disk or the memory",
         ),
         (
             Code.DEADLINE,
-            second.by(DEADLINE, "tier"),
+            second.sums_by(DEADLINE, "tier"),
             "reading took too long",
             "set fetch.deadline_ms to more",
         ),
         (
             Code.BYPASSED,
-            dict(_open(seen.after)),
+            dict(_open(observed.after)),
             "a tier is bypassed",
             "see `kvstow doctor`, and vLLM's log",
         ),
@@ -187,17 +198,17 @@ def _not_found(seen: Seen, whole: Readings, second: Readings) -> Verdict:
         ),
         (
             Code.EVICTED,
-            whole.by(EVICTED, "tier"),
+            whole.sums_by(EVICTED, "tier"),
             "chunks had to make room",
             "set memory.size to more",
         ),
     )
-    for code, found, what, fix in causes:
+    for code, found, description, fix in causes:
         if found:
             return Verdict(
                 code,
                 False,
-                f"the prompt was stored, and not found again: {what} ({_shown(found)})",
+                f"the prompt was stored, and not found again: {description} ({_shown(found)})",
                 fix,
             )
     return Verdict(
@@ -209,26 +220,28 @@ def _not_found(seen: Seen, whole: Readings, second: Readings) -> Verdict:
     )
 
 
-def _open(readings: Readings) -> Iterator[tuple[str, float]]:
-    for tier, state in readings.by(STATE, "tier").items():
+def _open(snapshot: Snapshot) -> Iterator[tuple[str, float]]:
+    for tier, state in snapshot.sums_by(STATE, "tier").items():
         if state >= OPEN:
             yield tier, state
 
 
-def notes(seen: Seen) -> list[str]:
-    """What else is worth knowing."""
-    second = seen.after.since(seen.between)
-    told = [f"tier {tier} is bypassed: see vLLM's log" for tier, _ in _open(seen.after)]
-    lower = {tier: chunks for tier, chunks in second.by(LOADED, "tier").items() if tier != "memory"}
-    told += [f"{chunks:.0f} chunks were read from tier {tier}" for tier, chunks in lower.items()]
-    if seen.first.text != seen.second.text:
-        told.append(
-            "the two texts differ: other batches compute other low bits, which may flip a near tie; with exact codecs "
-            "restored KV is byte-equal"
+def notes(observed: Observation) -> list[str]:
+    """Remarks beside the verdict."""
+    second = observed.after.since(observed.between)
+    remarks = [f"tier {tier} is bypassed: see vLLM's log" for tier, _ in _open(observed.after)]
+    lower = {
+        tier: chunks for tier, chunks in second.sums_by(LOADED, "tier").items() if tier != "memory"
+    }
+    remarks += [f"{chunks:.0f} chunks were read from tier {tier}" for tier, chunks in lower.items()]
+    if observed.first.text != observed.second.text:
+        remarks.append(
+            "the two texts differ: other batches compute other low bits, which may flip a near "
+            "tie; with exact codecs restored KV is byte-equal"
         )
     if second.total(FINISHED) > 1:
-        told.append("other requests ended meanwhile, and are in these figures")
-    return told
+        remarks.append("other requests ended meanwhile, and are in these figures")
+    return remarks
 
 
 def _shown(found: Mapping[str, float]) -> str:
