@@ -1,10 +1,9 @@
 """The Redis tier against plain sockets that move the same bytes, same server, sides alternating,
 medians.
 
-Raw is GET and SET of whole frames over blocking sockets, each thread one socket and one slot,
-nothing else. The tier also goes through redis-py's pool of connections, keeps to its deadlines,
-writes envelopes, splits what is larger than ``part_size``, and, reading, verifies the frame's
-checksum.
+Raw is GET and SET of whole frames over blocking sockets, each thread one socket and one slot, nothing else. The tier
+goes through redis-py, which copies each value several times. It keeps to its time limits, writes envelopes, splits what
+is larger than ``part_size``, and verifies the checksum of a frame that it reads.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_k3_urls(url: str, topology: Any, address: Address) -> None:
         ("redis://", "single", "host name"),
         ("redis://h:99999", "single", "port"),
         ("redis://::1", "single", "brackets"),
-        ("redis://[::1", "single", "no URL"),
+        ("redis://[::1", "single", "not a URL"),
         (f"redis://u:{SECRET}/x@h", "single", "percent-encoded"),
         (f"redis://u:{SECRET}#x@h", "single", "percent-encoded"),
         (f"redis://u:{SECRET}@x@h", "single", "percent-encoded"),

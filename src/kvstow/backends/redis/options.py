@@ -1,4 +1,4 @@
-"""What a Redis store is given, and how its URL is read."""
+"""The options of a Redis store, and the form of its URL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Address:
-    """Where to connect, and as whom. With ``path``, a Unix socket, there are no hosts."""
+    """Servers and credentials. ``path`` is a Unix socket, and then there are no hosts."""
 
     hosts: tuple[tuple[str, int], ...]
     path: str | None
@@ -38,16 +38,18 @@ class Address:
     db: int
 
     def __repr__(self) -> str:
-        """Without the password, so that no traceback or log shows it."""
+        """Leaves the password out, so that no traceback or log shows it."""
         where = self.path or ",".join(f"{host}:{port}" for host, port in self.hosts)
         return f"{'rediss' if self.tls else 'redis'} {where} db {self.db}"
 
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
+    """All options of a Redis store. ``ttl_s`` is None where chunks have no lifetime."""
+
     address: Address
     topology: Topology = "single"
-    service: str = "mymaster"  # what the Sentinels call it
+    service: str = "mymaster"  # the name of the master at the Sentinels
     sentinel_username: str | None = None
     sentinel_password: str | None = None
     tls: Tls = Tls()
@@ -62,28 +64,29 @@ class RedisOptions:
 
 
 def parse_address(url: str, topology: Topology = "single") -> Address:
-    """``redis://[user[:password]@]host[:port][,host[:port]…][/db]``, ``rediss://…`` the same over TLS,
-    ``unix://[user[:password]@]/path[?db=n]``. User and password percent-encoded.
+    """Reads ``redis://[user[:password]@]host[:port][,host[:port]…][/db]``, ``rediss://…`` for the same over TLS, or
+    ``unix://[user[:password]@]/path[?db=n]``. User and password are percent-encoded.
 
-    Raises ValueError, whose message never has a part of the URL that may be a password.
+    Raises ValueError. Its message never shows a part of the URL that may be a password.
     """
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise ValueError("it is no URL") from None
+        raise ValueError("it is not a URL") from None
     if parts.scheme not in SCHEMES:
         raise ValueError("expected a URL that begins with redis://, rediss:// or unix://")
     if parts.fragment or "@" in parts.path + parts.query:
         raise ValueError(
             "user and password must be percent-encoded: / is %2F, ? is %3F, # is %23, @ is %40"
         )
-    userinfo, at, hosts = parts.netloc.rpartition("@")
+    userinfo, _, hosts = parts.netloc.rpartition("@")
     if "@" in userinfo:
         raise ValueError("user and password must be percent-encoded: @ is %40")
-    name, _, password = userinfo.partition(":") if at else ("", "", "")
-    as_whom = (unquote(name) or None, unquote(password) or None)
+    encoded_name, _, encoded_password = userinfo.partition(":")
+    username = unquote(encoded_name) or None
+    password = unquote(encoded_password) or None
     if parts.scheme == "unix":
-        return _unix(parts, hosts, topology, *as_whom)
+        return _parse_unix(parts, hosts, topology, username, password)
     if parts.query:
         raise ValueError(
             "a redis:// URL has no parameters after ?: there are settings for what they would say"
@@ -95,13 +98,13 @@ def parse_address(url: str, topology: Topology = "single") -> Address:
     if topology == "cluster" and db:
         raise ValueError("a Cluster has only database 0")
     port = SENTINEL_PORT if topology == "sentinel" else REDIS_PORT
-    places = tuple(_host(host, port) for host in hosts.split(","))
-    if topology == "single" and len(places) > 1:
+    servers = tuple(_parse_host(host, port) for host in hosts.split(","))
+    if topology == "single" and len(servers) > 1:
         raise ValueError("several hosts need topology sentinel or cluster")
-    return Address(places, None, parts.scheme == "rediss", *as_whom, db)
+    return Address(servers, None, parts.scheme == "rediss", username, password, db)
 
 
-def _unix(
+def _parse_unix(
     parts: SplitResult, host: str, topology: Topology, username: str | None, password: str | None
 ) -> Address:
     if topology != "single":
@@ -114,8 +117,8 @@ def _unix(
     return Address((), unquote(parts.path), False, username, password, int(number or 0))
 
 
-def _host(text: str, default_port: int) -> tuple[str, int]:
-    """``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port``."""
+def _parse_host(text: str, default_port: int) -> tuple[str, int]:
+    """Reads ``host``, ``host:port``, ``[IPv6]`` or ``[IPv6]:port``."""
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
