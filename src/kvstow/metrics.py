@@ -1,8 +1,8 @@
-"""Every metric's name in one table, and the object that collects them.
+"""The table of all metrics, and the object that collects them.
 
-A ``Metrics`` is passed to whoever counts and is called from its owner's thread only: it holds no lock. Once a
-step the owner takes what changed since the last step, a small plain dict that travels to whoever exports it;
-an idle engine has nothing to take, so nothing moves while nothing happens.
+A ``Metrics`` is passed to each object that counts and is called from its owner's thread only: it
+holds no lock. Once a step the owner takes the changes since the last step, a small plain dict that
+travels to the exporter. An idle engine has no changes, so no metrics move.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 Snapshot = dict[str, dict[str, Any]]
-"""``{"counters": {series: increment}, "gauges": {series: value}, "histograms": {series: [[bucket, count, sum]]}}``
+"""``{"counters": {series: increment}, "gauges": {series: value}, "histograms": {series: cells}}``
 
-A series is ``name|label value|...`` in the order of the table's labels. Only dicts, lists, strings and numbers.
+A cell is ``[bucket, count, sum]``. A series is ``name|label value|...`` in the order of the table's
+labels. Only dicts, lists, strings and numbers.
 """
 
 SEPARATOR: Final = "|"
 OTHER: Final = "other"
-MAX_SERIES: Final = (
-    64  # a metric's label values; a bound on the exporter's memory, far above what tiers need
-)
+MAX_SERIES: Final = 64  # of one metric: it bounds the exporter's memory, far above what tiers need
 
 SECONDS_BUCKETS: Final = (
     0.0002,
@@ -50,7 +49,10 @@ _LABEL_VALUE: Final = re.compile(r"[a-z0-9_]{1,32}")
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric. ``buckets`` are a histogram's upper bounds, ascending, without the infinite one."""
+    """One metric.
+
+    ``buckets`` are a histogram's upper bounds, ascending, without the infinite one.
+    """
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -58,7 +60,7 @@ class MetricSpec:
     buckets: tuple[float, ...] = ()
 
     def exported(self, name: str) -> str:
-        """The name on the wire: ``kvstow_<name>``, counters with ``_total``."""
+        """Returns the exported name: ``kvstow_<name>``, for counters with ``_total``."""
         return f"kvstow_{name}_total" if self.kind == "counter" else f"kvstow_{name}"
 
 
@@ -83,7 +85,7 @@ METRICS: Final[Mapping[str, MetricSpec]] = {
     ),
     "hit_chunks": _counter("Chunks found, by the tier they came from.", "tier"),
     "miss_chunks": _counter("Full chunks asked for and not found in any tier."),
-    "stored_chunks": _counter("Chunks written to a tier and findable there.", "tier"),
+    "stored_chunks": _counter("Chunks written to a tier, where lookups find them.", "tier"),
     "stored_bytes": _counter("Bytes of the chunks written to a tier.", "tier"),
     "stored_raw_bytes": _counter(
         "Bytes of the same chunks before the tier's codec made them smaller.", "tier"
@@ -91,7 +93,7 @@ METRICS: Final[Mapping[str, MetricSpec]] = {
     "loaded_chunks": _counter("Chunks read from a tier and used.", "tier"),
     "loaded_bytes": _counter("Bytes of the chunks read from a tier and used.", "tier"),
     "evicted_chunks": _counter("Chunks that a tier dropped to make room.", "tier"),
-    "refused_chunks": _counter("Chunks that a tier did not take, by reason.", "tier", "reason"),
+    "refused_chunks": _counter("Chunks that a tier refused, by reason.", "tier", "reason"),
     "failed_chunks": _counter(
         "Chunks whose transfer failed, by reason. Each is a miss, recomputed.", "tier", "reason"
     ),
@@ -129,9 +131,11 @@ METRICS: Final[Mapping[str, MetricSpec]] = {
     "wait_seconds": _histogram("Seconds that a request waited for a fetch.", SECONDS_BUCKETS),
     "chunk_tokens": _gauge("Tokens of a chunk: what is stored, found and restored together."),
     "prefill_seconds_per_token": _gauge("Seconds to compute a prompt token, as learned."),
-    "load_fixed_seconds": _gauge("Seconds that any read of a tier takes, as learned.", "tier"),
+    "load_fixed_seconds": _gauge(
+        "Seconds that each read of a tier takes whatever its size, as learned.", "tier"
+    ),
     "load_seconds_per_byte": _gauge(
-        "Seconds that a byte of a read adds, as learned, its queue included.", "tier"
+        "Seconds that each byte adds to a read, queue included, as learned.", "tier"
     ),
     "pool_used_bytes": _gauge("Bytes of the host pool in use."),
     "pool_capacity_bytes": _gauge("Bytes of the host pool."),
@@ -139,9 +143,7 @@ METRICS: Final[Mapping[str, MetricSpec]] = {
     "direct_used_bytes": _gauge("Bytes of direct storage in use."),
     "direct_capacity_bytes": _gauge("Bytes of direct storage."),
     "direct_leased_slots": _gauge("Slots of direct storage that are pinned by a lease."),
-    "direct_engine": _gauge(
-        "Which engine direct storage runs on: 1 of the one that does.", "engine"
-    ),
+    "direct_engine": _gauge("1 for the engine that direct storage runs on.", "engine"),
     "queued_bytes": _gauge("Bytes waiting to be written to a tier.", "tier"),
     "tier_state": _gauge(
         "A tier's breaker: 0 serving, 1 being probed, 2 open (bypassed, or not written).", "tier"
@@ -153,17 +155,17 @@ METRICS: Final[Mapping[str, MetricSpec]] = {
 
 
 def split_series(series: str) -> tuple[str, tuple[str, ...]]:
-    """A series' metric name and label values."""
+    """Splits a series into its metric's name and its label values."""
     name, *values = series.split(SEPARATOR)
     return name, tuple(values)
 
 
 class Metrics:
-    """Collects metrics of the table between two calls of ``take``. One thread; a count costs under 1 µs.
+    """Collects metrics of the table between two calls of ``take``, on one thread.
 
-    An unknown name or label is a programming error (KeyError). A label value that isn't a short lower-case
-    word, or beyond ``MAX_SERIES`` of a metric, is counted as ``other``: no user text gets into a label.
-    Negative and non-finite amounts are ignored.
+    An unknown name or label is a programming error (KeyError). A label value that isn't a short
+    lower-case word, or beyond ``MAX_SERIES`` of a metric, is counted as ``other``: no user text
+    gets into a label. Negative and non-finite amounts are ignored.
     """
 
     def __init__(self) -> None:
@@ -175,14 +177,14 @@ class Metrics:
         self._histograms: dict[str, dict[int, list[float]]] = {}
 
     def count(self, name: str, value: float = 1, /, **labels: str) -> None:
-        """Add ``value`` to a counter."""
+        """Adds ``value`` to a counter."""
         key = (name, *labels.items()) if labels else name
         series = self._series.get(key) or self._open(key, name, labels, "counter")
         if 0 < value < _INFINITY:
             self._counters[series] = self._counters.get(series, 0) + value
 
     def gauge(self, name: str, value: float, /, **labels: str) -> None:
-        """Set a gauge."""
+        """Sets a gauge."""
         key = (name, *labels.items()) if labels else name
         series = self._series.get(key) or self._open(key, name, labels, "gauge")
         if self._gauges_taken.get(series) == value:
@@ -191,7 +193,7 @@ class Metrics:
             self._gauges[series] = value
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
-        """Add one observation to a histogram, kept as its bucket's count and sum."""
+        """Adds one observation to a histogram, which keeps each bucket's count and sum."""
         key = (name, *labels.items()) if labels else name
         series = self._series.get(key) or self._open(key, name, labels, "histogram")
         if not 0 <= value < _INFINITY:
@@ -202,13 +204,15 @@ class Metrics:
         cell[1] += value
 
     def take(self) -> Snapshot | None:
-        """What changed since the last call: increments, not totals. None: nothing did."""
+        """Returns the increments since the last call, or None if nothing changed."""
         taken: Snapshot = {}
         if self._counters:
-            taken["counters"], self._counters = self._counters, {}
+            taken["counters"] = self._counters
+            self._counters = {}
         if self._gauges:
-            taken["gauges"], self._gauges = self._gauges, {}
-            self._gauges_taken.update(taken["gauges"])
+            taken["gauges"] = self._gauges
+            self._gauges_taken.update(self._gauges)
+            self._gauges = {}
         if self._histograms:
             taken["histograms"] = {
                 series: [[bucket, *cell] for bucket, cell in sorted(cells.items())]
@@ -218,11 +222,12 @@ class Metrics:
         return taken or None
 
     def _open(self, key: object, name: str, labels: Mapping[str, str], kind: str) -> str:
-        """The series of a metric and its label values, remembered under ``key``."""
+        """Returns the series of a metric and its label values, and remembers it under ``key``."""
         spec = METRICS[name]
         if spec.kind != kind or labels.keys() != set(spec.labels):
             raise KeyError(
-                f"{name} is a {spec.kind} with labels {spec.labels}; used as {kind} with {tuple(labels)}"
+                f"{name} is a {spec.kind} with labels {spec.labels}; used as {kind} with "
+                f"{tuple(labels)}"
             )
         values = [
             labels[label] if _LABEL_VALUE.fullmatch(labels[label]) else OTHER
@@ -233,15 +238,13 @@ class Metrics:
         if series not in known and len(known) >= MAX_SERIES:
             return SEPARATOR.join((name, *(OTHER for _ in spec.labels)))
         known.add(series)
-        if len(self._series) < MAX_SERIES * len(
-            METRICS
-        ):  # a cache: what isn't in it is opened each time
+        if len(self._series) < MAX_SERIES * len(METRICS):
             self._series[key] = series
         return series
 
 
 def merge(a: Snapshot, b: Snapshot) -> Snapshot:
-    """Both snapshots as one: counters and histograms add up, of a gauge the later (``b``) holds. Pure."""
+    """Returns both snapshots as one: counters and histograms add up, a gauge has ``b``'s value."""
     merged: Snapshot = {}
     counters = dict(a.get("counters", {}))
     for series, value in b.get("counters", {}).items():

@@ -1,7 +1,8 @@
 """``KVStowConnector``: vLLM's hooks, handed to the scheduler's or the worker's side.
 
-This is kvstow's outer edge. Hooks that vLLM calls while it starts raise what is wrong. Every later hook is guarded: an
-exception that was not foreseen is logged and switches kvstow off in this engine; it never fails a request.
+This is kvstow's outer edge. Hooks that vLLM calls while it starts raise what is wrong. Every later
+hook is guarded: an exception that was not foreseen is logged and switches kvstow off in this
+engine; it never fails a request.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ GUARD: Final = "kvstow_guarded"  # an attribute of guarded hooks
 
 
 def guarded(answer: Callable[..., Any]) -> Callable[[Hook], Hook]:
-    """Makes a hook safe for vLLM: if it raises, kvstow is switched off, and ``answer`` is called in its place.
+    """Makes a hook safe for vLLM: if it raises, kvstow is switched off.
 
-    ``answer`` gets the hook's arguments. Only ``FailurePolicyError`` passes: the user has asked for it.
+    Then ``answer`` is called in its place, with the same arguments. Only ``FailurePolicyError``
+    passes: the user has asked for it.
     """
 
     def wrap(hook: Hook) -> Hook:
@@ -77,7 +79,7 @@ def _false(self: KVStowConnector, *args: Any, **kwargs: Any) -> bool:
 
 
 class KVStowConnector(KVConnectorBase_V1):
-    """Selected with ``--kv-transfer-config '{"kv_connector":"KVStowConnector","kv_role":"kv_both"}'``."""
+    """The connector that ``"kv_connector": "KVStowConnector"`` selects."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -94,7 +96,10 @@ class KVStowConnector(KVConnectorBase_V1):
             start.prepare_scheduler(vllm_config, kv_cache_config)
 
     def switch_off(self, why: str) -> None:
-        """Takes no further part in this process; the scheduler's side hears of a worker that is off."""
+        """Takes no further part in this process.
+
+        The scheduler's side hears of a worker that is off.
+        """
         if self._scheduler is not None:
             self._scheduler.disable(why)
         if self._worker is not None:
@@ -117,7 +122,7 @@ class KVStowConnector(KVConnectorBase_V1):
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         return True
 
-    # --- worker ------------------------------------------------------------------------------------------------------
+    # --- worker -----------------------------------------------------------------------------------
 
     @property
     def _my_worker(self) -> WorkerSide:
@@ -193,7 +198,7 @@ class KVStowConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._my_worker.take_report()
 
-    # --- scheduler -------------------------------------------------------------------------------------------------
+    # --- scheduler --------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[Rank, KVConnectorHandshakeMetadata]
@@ -283,7 +288,7 @@ class KVStowConnector(KVConnectorBase_V1):
             self._scheduler.reset()
         return True
 
-    # --- both --------------------------------------------------------------------------------------------------------
+    # --- both -------------------------------------------------------------------------------------
 
     @guarded(_nothing)
     def get_kv_connector_stats(self) -> KVStowStats | None:

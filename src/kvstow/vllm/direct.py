@@ -1,6 +1,7 @@
 """A worker's device over direct storage.
 
-Another device copies between pages and staging; ``kvstow.direct`` moves staging to and from extents.
+Another device copies between pages and staging; ``kvstow.direct`` moves staging to and from
+extents.
 """
 
 from __future__ import annotations
@@ -114,13 +115,14 @@ class DirectDevice:
         self._pipeline.submit(ticket, items, load=load)
 
     def finished(self) -> list[Finished]:
-        """Raises ``FailurePolicyError`` for a failed transfer if ``direct.failure_policy`` is ``raise``."""
+        """Raises ``FailurePolicyError`` for a failed transfer if the device is ``strict``."""
         ended, self._refused = self._refused, []
         for end in self._pipeline.ended():
             error = end.error
             if end.io_failed:
                 keys = "" if end.load else f" for {end.io_failed} keys"
-                error = f"{self._name} batched {'read' if end.load else 'write'} failed{keys}: {end.error}"
+                verb = "read" if end.load else "write"
+                error = f"{self._name} batched {verb} failed{keys}: {end.error}"
                 if self._strict:
                     raise FailurePolicyError(f"{error} (direct.failure_policy is raise)")
             ended.append(Finished(end.ticket, end.failed, error, end.moved_bytes, end.seconds))

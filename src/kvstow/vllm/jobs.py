@@ -1,4 +1,4 @@
-"""The copy jobs that were sent to the workers: the leases that pin their places, and how each job ended."""
+"""The copy jobs that were sent to the workers, and the leases that pin their places."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ JOB_DEADLINE_S: Final = 60.0  # vLLM is kept stepping at most this long for a wo
 class SentJob:
     """A job that not all workers have acknowledged.
 
-    ``leases[i]`` pins the place of copy ``i``. ``level`` is that of the job's line in the log. ``lost``: part of a load
-    had no place any more, and the workers report its blocks.
+    ``leases[i]`` pins the place of copy ``i``. ``level`` is that of the job's line in the log.
+    ``lost``: part of a load had no place any more, and the workers report its blocks.
     """
 
     req_id: str
@@ -40,7 +40,10 @@ class SentJob:
 
 
 class Jobs:
-    """Jobs by number, on the owner's thread only. A job has ended once all ``ranks`` ranks have reported it."""
+    """Jobs by number, on the owner's thread only.
+
+    A job has ended once all ``ranks`` ranks have reported it.
+    """
 
     def __init__(
         self, cache: Cache, ranks: int, chunk_tokens: int, *, clock: Clock, metrics: Metrics
@@ -79,7 +82,8 @@ class Jobs:
         job = Job(self._next, request.request_id, copies)
         self._next += 1
         job.lost = lost or []
-        # Chunks of a request that decodes come one by one, several in every step of a busy engine: no line for each.
+        # Chunks of a request that decodes come one by one, several in every step of a busy engine:
+        # no line for each.
         level = logging.DEBUG if request.num_output_tokens and not load else logging.INFO
         self._sent[job.job] = SentJob(
             job.req_id,
@@ -106,7 +110,10 @@ class Jobs:
                 yield number, sent
 
     def settle(self, sent: SentJob, *, publish: bool) -> None:
-        """Releases every place of an ended job, counts and logs it. ``publish``: commits stored chunks first."""
+        """Releases every place of an ended job, counts and logs it.
+
+        ``publish``: commits stored chunks first.
+        """
         report = sent.report
         tier = self._cache.place_tier
         for index, lease in enumerate(sent.leases):

@@ -1,4 +1,4 @@
-"""The messages between the scheduler's and the workers' connectors: plain data that vLLM carries."""
+"""The messages between the scheduler's and the workers' side: plain data that vLLM carries."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvstow.pool.pool import PoolRef
 class Handshake(KVConnectorHandshakeMetadata):
     """One rank's answer at start: what its device recognised, and where it runs.
 
-    ``shard`` is the pipeline rank and the number of the distinct slice of KV heads; ranks with equal bytes have equal
-    shards. ``host`` is the boot id: every rank must share the scheduler's host memory. ``backends`` names the rank's
-    attention backends.
+    ``shard`` is the pipeline rank and the number of the distinct slice of KV heads; ranks with
+    equal bytes have equal shards. ``host`` is the boot id: every rank must share the scheduler's
+    host memory. ``backends`` names the rank's attention backends.
     """
 
     groups: tuple[GroupPages, ...]
@@ -34,8 +34,8 @@ class Handshake(KVConnectorHandshakeMetadata):
 class Mount:
     """How workers reach the host pool or direct storage, and what each rank copies there.
 
-    ``shards`` maps each ``(pp_rank, tp_rank)`` to the index of its span in a place. A rank that is not in ``writers``
-    only reads.
+    ``shards`` maps each ``(pp_rank, tp_rank)`` to the index of its span in a place. A rank that is
+    not in ``writers`` only reads.
     """
 
     places: PoolRef | DirectRef
@@ -45,7 +45,7 @@ class Mount:
 
 @dataclass(slots=True)
 class Copy:
-    """One chunk, or its tail: ``block_ids`` are device blocks, the chunk's blocks from ``first_block`` on."""
+    """The copy of a chunk, or of its tail from ``first_block`` on, to or from ``block_ids``."""
 
     place: Place
     block_ids: list[int]
@@ -54,7 +54,10 @@ class Copy:
 
 @dataclass(slots=True)
 class Job:
-    """Copies of one request in one step. ``lost`` are device blocks of a load that no place can fill any more."""
+    """Copies of one request in one step.
+
+    ``lost`` are device blocks of a load that no place can fill any more.
+    """
 
     job: int
     req_id: str
@@ -66,9 +69,10 @@ class Job:
 class StepMeta(KVConnectorMetadata):
     """Scheduler to workers, every step.
 
-    The step's forward pass may reuse the blocks of ``preempted`` requests. A request in ``finishing`` is reported as
-    ``finished_sending`` once its stores have ended. ``mount`` is sent until every rank has reported it. The workers
-    give ``step`` back once the step is done; 0 asks for no answer.
+    The step's forward pass may reuse the blocks of ``preempted`` requests. A request in
+    ``finishing`` is reported as ``finished_sending`` once its stores have ended. ``mount`` is sent
+    until every rank has reported it. The workers give ``step`` back once the step is done; 0 asks
+    for no answer.
     """
 
     loads: list[Job] = field(default_factory=list)
@@ -82,7 +86,10 @@ class StepMeta(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class JobReport:
-    """A job's end on ``ranks`` ranks: indices of failed copies, bytes moved, the slowest rank's seconds."""
+    """A job's end on ``ranks`` ranks.
+
+    ``failed`` holds the indices of failed copies; ``seconds`` is the slowest rank's time.
+    """
 
     ranks: int
     failed: set[int]
@@ -100,9 +107,10 @@ class JobReport:
 class WorkerMeta(KVConnectorWorkerMetadata):
     """Workers to scheduler; vLLM sums it over ranks.
 
-    ``step`` is the step that has been done, ``mounted`` the number of ranks that mapped the places in it. ``hung`` maps
-    a rank to whether its NVMe has stopped answering. ``errors`` say why a rank cannot take part or why copies failed.
-    ``switched_off``: a rank takes no further part, after an error that was not foreseen.
+    ``step`` is the step that has been done, ``mounted`` the number of ranks that mapped the places
+    in it. ``hung`` maps a rank to whether its NVMe has stopped answering. ``errors`` say why a rank
+    cannot take part or why copies failed. ``switched_off``: a rank takes no further part, after an
+    error that was not foreseen.
     """
 
     jobs: dict[int, JobReport] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""kvstow's metrics on their way through vLLM: from scheduler and workers to its log and its ``/metrics``.
+"""kvstow's metrics on their way through vLLM, to its log and its ``/metrics``.
 
-No error leaves this module, neither of the metrics nor of the Prometheus client: vLLM calls it while it streams
-answers.
+No error leaves this module, neither of the metrics nor of the Prometheus client: vLLM calls it
+while it streams answers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def _contained(fallback: object) -> Callable[[Function], Function]:
 
 
 class KVStowStats(KVConnectorStats):
-    """Changes since the last report: a snapshot of ``kvstow.metrics``. vLLM sends ``data`` between processes."""
+    """Changes since the last report: a snapshot of ``kvstow.metrics``.
+
+    VLLM sends ``data`` between processes.
+    """
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -70,7 +73,7 @@ class KVStowStats(KVConnectorStats):
         self.data = merge(self.data, other.data)
 
     def reduce(self) -> dict[str, int | float]:
-        """Returns the interval's counts, gauges and means of histograms, for vLLM's periodic log line."""
+        """Returns counts, gauges and means of histograms, for vLLM's periodic log line."""
         return _reduced(self.data)
 
 
@@ -98,7 +101,8 @@ _collectors: list[Any] = []  # of the last exporter in this process
 class KVStowPromMetrics(KVConnectorPromMetrics):
     """Prometheus metrics of the table, named ``kvstow_…``, with vLLM's own labels first.
 
-    They use the classes that vLLM hands over, so that they work with several API servers and with Ray.
+    They use the classes that vLLM hands over, so that they work with several API servers and with
+    Ray.
     """
 
     def __init__(
@@ -117,7 +121,10 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
 
     @_contained(None)
     def _register(self, name: str, spec: MetricSpec) -> None:
-        """Registers one metric. Series whose labels are known in advance are there, as 0, from the first scrape on."""
+        """Registers one metric.
+
+        Series whose labels are known in advance are there, as 0, from the first scrape on.
+        """
         classes = {
             "counter": self._counter_cls,
             "gauge": self._gauge_cls,
@@ -198,7 +205,10 @@ def _is_amount(value: object) -> bool:
 
 
 def _unregister_previous() -> None:
-    """Removes the metrics of an engine that ran in this process before; vLLM does the same with its own."""
+    """Removes the metrics of an engine that ran in this process before.
+
+    VLLM does the same with its own.
+    """
     while _collectors:
         with contextlib.suppress(KeyError):
             REGISTRY.unregister(_collectors.pop())

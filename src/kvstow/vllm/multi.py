@@ -1,7 +1,8 @@
 """vLLM's MultiConnector for engines where kvstow is one of several connectors.
 
-``{"kv_connector": "MultiConnector", "kv_connector_module_path": "kvstow.vllm.multi", ...}``: vLLM's own passes on the
-handshake of its first connector only, and does not know the load failure policy that a connector in it needs.
+``{"kv_connector": "MultiConnector", "kv_connector_module_path": "kvstow.vllm.multi", ...}``: vLLM's
+own passes on the handshake of its first connector only, and does not know the load failure policy
+that a connector in it needs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ __all__ = ["MultiConnector"]
 
 @dataclass
 class Handshakes(KVConnectorHandshakeMetadata):
-    """One rank's answers, one for each connector in the order of the configuration; None where it has none."""
+    """One rank's answers, one for each connector in the order of the configuration.
+
+    None where it has none.
+    """
 
     answers: tuple[KVConnectorHandshakeMetadata | None, ...]
 

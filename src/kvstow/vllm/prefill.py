@@ -1,8 +1,9 @@
 """How long vLLM's steps take, as its scheduler sees them. Loading is measured against it.
 
-A step begins when its metadata is built and ends when the workers' answer to it comes. With asynchronous scheduling
-and pipelines the next one is built before that: it begins, for the workers, when the one before has ended. Workers
-give a step's number back, because vLLM passes on no answer of a step that had nothing to do.
+A step begins when its metadata is built and ends when the workers' answer to it comes. With
+asynchronous scheduling and pipelines the next one is built before that: it begins, for the workers,
+when the one before has ended. Workers give a step's number back, because vLLM passes on no answer
+of a step that had nothing to do.
 """
 
 from __future__ import annotations
@@ -47,11 +48,15 @@ class StepTimes:
             self._cache.backlog(tokens)
 
     def began(self, output: SchedulerOutput) -> int:
-        """Starts timing a step. Returns the number that the workers give back; 0 asks for no answer."""
+        """Starts timing a step.
+
+        Returns the number that the workers give back; 0 asks for no answer.
+        """
         if not output.total_num_scheduled_tokens or not self._cache.learns:
             return 0
         prefill = prefill_tokens(output)
-        # A request that is gone or preempted is not subtracted: with nothing to compute there is no backlog either.
+        # A request that is gone or preempted is not subtracted: with nothing to compute there is no
+        # backlog either.
         self._set_backlog(max(0, self._backlog - prefill) if prefill else 0)
         self._number += 1
         self._open.append(_Step(self._number, self._clock.monotonic(), prefill))
@@ -68,6 +73,9 @@ class StepTimes:
 
 
 def prefill_tokens(output: SchedulerOutput) -> int:
-    """Returns a step's prompt tokens: all but one token, and the drafts, of each request scheduled before."""
+    """Returns how many of a step's tokens are prompt tokens.
+
+    Of each request scheduled before, one token and the drafts are not.
+    """
     drafts = sum(len(tokens) for tokens in output.scheduled_spec_decode_tokens.values())
     return output.total_num_scheduled_tokens - drafts - len(output.scheduled_cached_reqs.req_ids)

@@ -14,30 +14,39 @@ Rank: TypeAlias = tuple[int, int]  # (pipeline rank, tensor parallel rank)
 
 
 def own_handshakes(metadata: dict[Rank, object]) -> dict[Rank, Handshake]:
-    """Returns the ranks' answers, or raises ``UnsupportedError`` where another connector answered for them."""
+    """Returns the ranks' answers.
+
+    Raises ``UnsupportedError`` where another connector's answers came in their place.
+    """
     own = {rank: answer for rank, answer in metadata.items() if isinstance(answer, Handshake)}
     foreign = [answer for answer in metadata.values() if not isinstance(answer, Handshake)]
     if foreign and not own:
         raise UnsupportedError(
             f"vLLM's MultiConnector passes on the handshake of its first connector only, here a "
             f"{type(foreign[0]).__name__}, and kvstow needs its own. Add "
-            '"kv_connector_module_path": "kvstow.vllm.multi" beside "kv_connector": "MultiConnector" in '
+            '"kv_connector_module_path": "kvstow.vllm.multi" beside '
+            '"kv_connector": "MultiConnector" in '
             "--kv-transfer-config: that MultiConnector passes on each connector's"
         )
     return own
 
 
 def check_ranks(handshakes: dict[Rank, Handshake], world_size: int, host: str) -> None:
-    """Raises ``UnsupportedError`` unless every rank answered, on this host, with the pages of its pipeline stage."""
+    """Checks that every rank answered, on this host, with the pages of its pipeline stage.
+
+    Raises ``UnsupportedError`` otherwise.
+    """
     if len(handshakes) != world_size:
         raise UnsupportedError(
-            f"{len(handshakes)} of {world_size} ranks answered kvstow's handshake: all must be on this host"
+            f"{len(handshakes)} of {world_size} ranks answered kvstow's handshake: all must be on "
+            "this host"
         )
     pages_of: dict[Rank, object] = {}
     for rank, handshake in sorted(handshakes.items()):
         if handshake.host != host:
             raise UnsupportedError(
-                f"rank (pp, tp) {rank} runs on another host; kvstow shares host memory among ranks of one host"
+                f"rank (pp, tp) {rank} runs on another host; kvstow shares host memory among ranks "
+                "of one host"
             )
         if pages_of.setdefault(handshake.shard, handshake.groups) != handshake.groups:
             raise UnsupportedError(
@@ -48,7 +57,9 @@ def check_ranks(handshakes: dict[Rank, Handshake], world_size: int, host: str) -
 def mount_of(
     reference: PoolRef | DirectRef, handshakes: dict[Rank, Handshake], shards: Sequence[Rank]
 ) -> Mount:
-    """Assigns each rank its span of a place. Of the ranks that hold the same bytes the first one writes them.
+    """Assigns each rank its span of a place.
+
+    Of the ranks that hold the same bytes the first one writes them.
 
     Args:
         reference: How workers reach the pool or the direct storage.

@@ -1,4 +1,4 @@
-"""The connector in vLLM's scheduler process: which tokens are hits, and what workers load and store.
+"""The connector in vLLM's scheduler process. It decides what is a hit, loaded and stored.
 
 vLLM's engine core loop is the one thread that calls it. No method but ``close`` blocks.
 """
@@ -90,7 +90,7 @@ class SchedulerSide:
         self._broken = False
         self._on_mounted = on_mounted
 
-    # --- queries -------------------------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------
 
     def num_new_matched_tokens(
         self, request: Request, computed_tokens: int
@@ -100,9 +100,9 @@ class SchedulerSide:
         vLLM asks on every step while the request waits, so the answer is idempotent and cheap.
         """
         tokens, asynchronous = self._matched(request, computed_tokens)
-        # vLLM 0.30 stops at the first request that has no room, even if one behind it holds that room, during a load
-        # or after a failed one. So a request without room is told to ask again, and those behind it are asked, until
-        # a step does something.
+        # vLLM 0.30 stops at the first request that has no room, even if one behind it holds that
+        # room, during a load or after a failed one. So a request without room is told to ask again,
+        # and those behind it are asked, until a step does something.
         if tokens is None or request.request_id in self._without_room:
             return None, False
         self._last_answered = request.request_id
@@ -169,7 +169,7 @@ class SchedulerSide:
         digest = self._adapters.digest(lora)
         return None if digest is None else self._namespace.derive("lora", digest)
 
-    # --- allocation ----------------------------------------------------------------------------------------------
+    # --- allocation -------------------------------------------------------------------------------
 
     def update_state_after_alloc(
         self, request: Request, block_ids: list[int], external_tokens: int
@@ -179,8 +179,8 @@ class SchedulerSide:
         Args:
             request: It has just been given its blocks.
             block_ids: All blocks of the request, in order.
-            external_tokens: Tokens after the local hit that are to be loaded. 0: nothing is loaded, whatever was
-                answered before.
+            external_tokens: Tokens after the local hit that are to be loaded. 0: nothing is
+                loaded, whatever was answered before.
         """
         self._last_answered = None
         tracked = self._tracked.get(request.request_id)
@@ -255,7 +255,10 @@ class SchedulerSide:
         self._metrics.count("miss_chunks", max(0, wanted // chunk - hits))
 
     def _sources(self, req_id: str, external_tokens: int) -> dict[str, int]:
-        """Splits ``external_tokens`` by tier; tokens that were not fetched for this request were in the pool."""
+        """Splits ``external_tokens`` by tier.
+
+        Tokens that were not fetched for this request were in the pool.
+        """
         sources: dict[str, int] = {}
         left = external_tokens
         origins = {} if self._broken else self._cache.origins(req_id)
@@ -271,10 +274,10 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         return tracked.sources if tracked is not None else {}
 
-    # --- a step --------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def build_meta(self, output: SchedulerOutput) -> StepMeta:
-        """Returns a step's metadata: loads promised since the last step, and stores of the chunks that it completes."""
+        """Returns a step's metadata: promised loads, and stores of the chunks that it completes."""
         if not self._broken:
             self._cache.poll()
             if self._taint is not None:
@@ -301,14 +304,14 @@ class SchedulerSide:
         self._last_answered = None
 
     def reporting_meta(self, output: SchedulerOutput) -> StepMeta:
-        """Returns the metadata of a step that begins nothing new: what was promised, and what must be reported."""
+        """Returns the metadata of a step that begins nothing new: promises and reports only."""
         meta = self._next_meta
         self._next_meta = StepMeta()
         meta.preempted = set(output.preempted_req_ids or ())
         meta.has_forward = output.total_num_scheduled_tokens > 0
         return meta
 
-    # --- results -------------------------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     def update_from_workers(self, meta: WorkerMeta) -> None:
         """Takes what the workers have done, summed over ranks."""
@@ -342,16 +345,20 @@ class SchedulerSide:
                 tracked.advance(0)
             if tracked.loading == number:
                 tracked.loading = None
-                # A copy that failed may fail for ever; and vLLM counts such a request's blocks twice when it asks
-                # for another asynchronous load, which can leave it and all behind it waiting for good.
+                # A copy that failed may fail for ever; and vLLM counts such a request's blocks
+                # twice when it asks for another asynchronous load, which can leave it and all
+                # behind it waiting for good.
                 if sent.report.failed or sent.lost:
                     tracked.load = False
         self._jobs.settle(sent, publish=not self._broken)
 
-    # --- ends ----------------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
-        """Returns whether a copy still reads the blocks; then vLLM keeps them until the workers report its end."""
+        """Returns whether a copy still reads the blocks.
+
+        Then vLLM keeps them until the workers report its end.
+        """
         self._media.forget(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
@@ -371,20 +378,24 @@ class SchedulerSide:
         if self._broken or self._hung or self._mounted < self._ranks:
             return
         tracked.blocks = list(block_ids)
-        # The last sampled token has no KV; with async scheduling the count may run ahead of the known tokens.
+        # The last sampled token has no KV; with async scheduling the count may run ahead of the
+        # known tokens.
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         self._next_meta.stores += self._offers.offer(tracked, computed)
 
     def busy(self) -> bool:
-        """Returns whether an idle vLLM must keep stepping: work is under way and not past its deadline."""
+        """Returns whether an idle vLLM must step on, for work that is not past its deadline."""
         if self._mounted < self._ranks:
             return self._starting()
         return (not self._broken and self._cache.busy()) or self._jobs.busy()
 
     def reset(self) -> None:
-        """Makes everything stored so far unfindable in every tier; chunks in flight are never published.
+        """Makes everything stored so far unfindable in every tier.
 
-        The weights may have changed, so a request that has computed something takes no further part.
+        Chunks in flight are never published.
+
+        The weights may have changed, so a request that has computed something takes no further
+        part.
         """
         self._resets += 1
         self._namespace = self._namespace.derive("reset", f"{self._clock.wall()!r}/{self._resets}")
@@ -398,7 +409,8 @@ class SchedulerSide:
     def disable(self, why: str) -> None:
         """Switches kvstow off in this engine: every later query misses, and nothing more is stored.
 
-        Loads that were promised and not sent are reported as lost, so that vLLM computes their blocks.
+        Loads that were promised and not sent are reported as lost, so that vLLM computes their
+        blocks.
         """
         if self._broken:
             return

@@ -62,7 +62,7 @@ LMCACHE_NAMES: Final = (
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """Escapes a record's unprintable characters: a request id or a foreign error must not begin a new line."""
+    """Escapes a record's unprintable characters, so that no text of others begins a new line."""
     text = record.getMessage()
     if not text.isprintable():
         text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -71,7 +71,7 @@ def _one_line(record: logging.LogRecord) -> bool:
 
 
 def log_like_vllm() -> None:
-    """Sends kvstow's log where vLLM's goes, unless the user has configured it: vLLM configures its own only."""
+    """Sends kvstow's log where vLLM's goes, unless the user has configured it."""
     logger.addFilter(_one_line)
     vllm_logger = logging.getLogger("vllm")
     if not logger.handlers and logger.level == logging.NOTSET and vllm_logger.handlers:
@@ -124,10 +124,11 @@ def _make_device(vllm_config: VllmConfig, kind: str) -> Device:
 
 
 def _require_recompute_outside(vllm_config: VllmConfig) -> None:
-    """Raises ``UnsupportedError`` inside a MultiConnector whose policy for failed loads ends requests.
+    """Refuses a MultiConnector in which a failed load ends its request.
 
-    vLLM reads the policy of the outermost connector. A connector inside is given another configuration, but a worker
-    knows the whole one as vLLM's current configuration.
+    Raises ``UnsupportedError``. vLLM reads the policy of the outermost connector. A connector
+    inside is given another configuration, but a worker knows the whole one as vLLM's current
+    configuration.
     """
     current = get_current_vllm_config_or_none()
     outer = current.kv_transfer_config if current is not None else None
@@ -136,8 +137,10 @@ def _require_recompute_outside(vllm_config: VllmConfig) -> None:
         return
     if outer.kv_load_failure_policy != "recompute":
         raise UnsupportedError(
-            f"kvstow is one of the connectors of {outer.kv_connector}, where a load that fails would end its request: "
-            'vLLM reads the policy for failed loads there only. Add "kv_load_failure_policy": "recompute" beside '
+            f"kvstow is one of the connectors of {outer.kv_connector}, where a load that fails "
+            "would end its request: "
+            "vLLM reads the policy for failed loads there only. Add "
+            '"kv_load_failure_policy": "recompute" beside '
             f'"kv_connector": "{outer.kv_connector}" in --kv-transfer-config'
         )
 
@@ -157,12 +160,16 @@ def worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Work
 
 
 def recompute_failed_loads(vllm_config: VllmConfig) -> None:
-    """Makes vLLM compute what a failed load leaves. vLLM reads the policy after it has built the connector."""
+    """Makes vLLM compute what a failed load leaves.
+
+    VLLM reads the policy after it has built the connector.
+    """
     transfer = _transfer(vllm_config)
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
         logger.info(
-            "kv_load_failure_policy is set to recompute: a chunk that cannot be restored is computed again"
+            "kv_load_failure_policy is set to recompute: a chunk that cannot be restored is "
+            "computed again"
         )
 
 
@@ -178,12 +185,16 @@ def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         and vllm_config.cache_config.enable_prefix_caching
     ):
         logger.warning(
-            "Priorities with prefix caching: vLLM may reuse blocks it never computed. Use one of the two."
+            "Priorities with prefix caching: vLLM may reuse blocks it never computed. Use one of "
+            "the two."
         )
 
 
 class Places(NamedTuple):
-    """What workers copy to and from, and how they reach it. ``on_mounted`` is called once all of them do."""
+    """What workers copy to and from, and how they reach it.
+
+    ``on_mounted`` is called once all of them do.
+    """
 
     slots: Slots
     reference: PoolRef | DirectRef
@@ -193,7 +204,10 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class _Parts:
-    """What both kinds of places are built from. ``pages`` holds each distinct shard's recognised pages, in order."""
+    """What both kinds of places are built from.
+
+    ``pages`` holds each distinct shard's recognised pages, in order.
+    """
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
@@ -286,7 +300,8 @@ def _log_settings(effective: Effective) -> None:
 def _log_ready(layout: ChunkLayout, places: Places, identity: Identity) -> None:
     slots = places.slots
     logger.info(
-        "kvstow is ready: chunks of %d tokens, %.2f MB each; %s of %d chunks (%d tokens), %.2f GB; namespace %s",
+        "kvstow is ready: chunks of %d tokens, %.2f MB each; %s of %d chunks (%d tokens), %.2f GB; "
+        "namespace %s",
         layout.chunk_tokens,
         layout.max_frame_bytes / 1e6,
         places.what,
@@ -343,7 +358,10 @@ def _lower_tiers(parts: _Parts, key: bytes | None) -> list[Tier]:
     identity = parts.identity
 
     def describe(namespace: bytes) -> dict[str, str]:
-        """Returns the identity's fields; those of a derived namespace, an adapter's, name it as the parent."""
+        """Returns the identity's fields.
+
+        Those of a derived namespace, an adapter's, name it as the parent.
+        """
         about = identity.describe()
         if namespace == identity.namespace:
             return about

@@ -1,4 +1,4 @@
-"""Which chunks a step's stores copy out: every full chunk of a scheduled request that no tier holds."""
+"""The chunks that a step stores: every full one of a scheduled request that no tier holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NULL_BLOCK = 0  # vLLM's placeholder in a block table where a block's KV is gone
 
 
 class StoreOffers:
-    """Follows the block tables of scheduled requests and reserves places for the chunks that a step completes."""
+    """Follows requests' block tables and reserves places for the chunks that a step completes."""
 
     def __init__(self, cache: Cache, rules: Rules, jobs: Jobs) -> None:
         self._cache = cache
@@ -73,7 +73,8 @@ class StoreOffers:
             computed_tokens: Tokens of it that are computed once the step has run.
 
         Returns:
-            One job with the reserved copies, or nothing. The cache counts the chunks that it refuses.
+            One job with the reserved copies, or nothing. The cache counts the chunks that it
+            refuses.
         """
         if not tracked.store:
             return []

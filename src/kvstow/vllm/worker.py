@@ -1,4 +1,4 @@
-"""The connector in a vLLM worker process: it copies between pages and places, and reports each copy's end.
+"""The connector in a vLLM worker process. It copies between pages and places.
 
 The worker's thread is the one that calls it.
 """
@@ -102,7 +102,9 @@ class WorkerSide:
         return Handshake(self._groups, self._shard, self._host, self._backends)
 
     def unregister_kv_caches(self) -> None:
-        """Waits for the copies that use the KV caches, whose memory vLLM releases next. Later copies fail. Idempotent.
+        """Waits for the copies that use the KV caches, whose memory vLLM releases next.
+
+        Later copies fail. Idempotent.
 
         vLLM has finished or aborted every request, but copies of their chunks may still run.
         """
@@ -118,7 +120,10 @@ class WorkerSide:
                 torch.cuda.synchronize(self._kv_device)  # a fence there only orders streams
 
     def restore_kv_caches(self) -> None:
-        """Allows copies again: vLLM has mapped the KV caches' memory anew, at the same addresses. Idempotent."""
+        """Allows copies again: vLLM has mapped the KV caches' memory anew, at the same addresses.
+
+        Idempotent.
+        """
         self._released = False
 
     def disable(self, why: str) -> None:
@@ -141,10 +146,10 @@ class WorkerSide:
             for finished in self._device.finished():
                 self._end(finished)
 
-    # --- a step, in vLLM's order -----------------------------------------------------------------------------------
+    # --- a step, in vLLM's order ------------------------------------------------------------------
 
     def handle_preemptions(self, meta: StepMeta) -> None:
-        """Fences the copies of preempted requests, before the forward pass that may overwrite their blocks."""
+        """Fences copies of preempted requests: the forward pass may overwrite their blocks."""
         fenced = [job for req_id in meta.preempted for job in self._storing.get(req_id, ())]
         if fenced and self._device is not None:
             try:
@@ -218,7 +223,7 @@ class WorkerSide:
         else:
             device.copy_out(job.job, transfers)
 
-    # --- ends ------------------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def _fail(self, job: Job, why: str) -> None:
         self._end(Finished(job.job, tuple(range(len(job.copies))), why, 0, 0.0))
@@ -237,7 +242,8 @@ class WorkerSide:
         if opened.load:
             self._received.add(job.req_id)
             if finished.failed:
-                # A prefix ends at its first hole: vLLM uses nothing behind it, so all of that is reported.
+                # A prefix ends at its first hole: vLLM uses nothing behind it, so all of that is
+                # reported.
                 for copy in job.copies[min(finished.failed) :]:
                     self._lost_blocks.update(copy.block_ids)
             self._lost_blocks.update(job.lost)
@@ -266,7 +272,7 @@ class WorkerSide:
             self._hung = self._report.hung[self._rank] = self._device.hung
 
     def take_finished(self) -> tuple[set[str] | None, set[str] | None]:
-        """Returns the requests that finished sending and receiving, each once: vLLM frees or starts them."""
+        """Returns the requests that finished sending, and receiving, each once."""
         self.poll()
         sent = {req_id for req_id in self._finishing if req_id not in self._storing}
         self._finishing -= sent
