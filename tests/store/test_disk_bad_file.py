@@ -258,3 +258,68 @@ def test_verify_counts_a_file_that_cannot_be_read_as_bad(
         (make_key(i).digest(), i != 1) for i in range(3)
     }
     assert not file_of(tmp_path, make_key(1)).exists()
+
+
+def in_the_directory_of(i: int) -> Callable[[str], bool]:
+    """Paths that concern the directory of files that chunk ``i`` is in."""
+    digest = make_key(i).digest().hex()
+    directory = f"{digest[0]}/{digest[1]}"
+    return lambda path: path.endswith(directory) or f"/{directory}/" in path
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_directory_of_files_that_cannot_be_read_stops_no_scan(
+    tmp_path: Path, files: BrokenFiles, code: int
+) -> None:
+    first = disk(tmp_path, size_bytes=16 * CHUNK)
+    assert all(put(first, make_key(i), i) for i in range(10))
+    first.close()
+    lost = [i for i in range(10) if in_the_directory_of(4)(f"/{file_of(tmp_path, make_key(i))}")]
+    store = disk(tmp_path, size_bytes=16 * CHUNK)
+    files.broken, files.code, files.calls = in_the_directory_of(4), code, {"open"}
+    assert store.scan() != [None]
+    used = store.used_bytes
+    assert used is not None
+    assert used >= 10 * CHUNK, "what can't be counted is not forgotten"
+    written = [put(store, make_key(i), i) for i in range(100, 150)]
+    assert sum(written) >= 45, "the others are found, and evicted"
+    assert all(file_of(tmp_path, make_key(i)).exists() for i in lost)
+    files.broken = lambda _: False
+    store.scan()
+    assert store.used_bytes is not None
+    assert store.used_bytes <= 16 * CHUNK
+
+
+def test_a_scan_of_a_directory_that_cannot_be_read_at_all_fails(
+    tmp_path: Path, files: BrokenFiles
+) -> None:
+    store = disk(tmp_path)
+    assert all(put(store, make_key(i), i) for i in range(60))
+    files.broken, files.calls = (lambda path: len(path.split("/")) == 3), {"open"}
+    with pytest.raises(StoreUnavailable, match="Input/output error"):
+        store.scan()
+    files.broken = lambda _: False
+    assert all(store.contains([make_key(i) for i in range(60)]))
+
+
+def test_the_scrub_goes_on_behind_a_directory_that_cannot_be_read(
+    tmp_path: Path, files: BrokenFiles
+) -> None:
+    seen: list[bytes] = []
+
+    def check(digest: bytes, length: int, read: Read) -> bool:
+        seen.append(digest)
+        return True
+
+    store = disk(tmp_path, scrub_bytes_s=1 << 30, check=check, clock=ManualClock())
+    assert all(put(store, make_key(i), i) for i in range(20))
+    store.maintain()
+    assert len(seen) == 20
+    seen.clear()
+    files.broken, files.calls = in_the_directory_of(2), {"open"}
+    for _ in range(2):  # the end of a round, and the next
+        store.maintain()
+    there = [
+        i for i in range(20) if not in_the_directory_of(2)(f"/{file_of(tmp_path, make_key(i))}")
+    ]
+    assert set(seen) == {make_key(i).digest() for i in there}

@@ -142,7 +142,7 @@ def test_a_scan_forgets_what_others_removed_and_keeps_what_came_meanwhile(tmp_pa
     assert len(index) == 5
     index.begin_scan()
     index.add(bytes(KEYS[50].namespace), [ChunkFile(KEYS[50].digest(), CHUNK, 0.0)])
-    index.end_scan()
+    index.end_scan(complete=True)
     assert len(index) == 1
 
 

@@ -72,7 +72,7 @@ def test_a_first_scan_brings_all_in_order_of_last_use() -> None:
     index.add(NAMESPACE, [ChunkFile(digest(i), 1, i * 100.0) for i in (3, 1, 8, 2)])
     index.add(NAMESPACE, [ChunkFile(digest(9), 1, 900.0)])  # written meanwhile
     index.add(NAMESPACE, [ChunkFile(digest(5), 1, 500.0)])
-    index.end_scan()
+    index.end_scan(complete=True)
     assert victims(index) == [1, 2, 3, 5, 8, 9]
     assert len(index) == 0
 
@@ -81,11 +81,11 @@ def test_a_later_scan_keeps_the_order_of_use_and_forgets_what_is_gone() -> None:
     index = ChunkIndex(LRU())
     index.begin_scan()
     index.add(NAMESPACE, [ChunkFile(digest(i), 1, i * 100.0) for i in range(5)])
-    index.end_scan()
+    index.end_scan(complete=True)
     index.touch(digest(0), 1000.0)
     index.begin_scan()
     index.add(NAMESPACE, [ChunkFile(digest(i), 1, 0.0) for i in (0, 1, 3, 4)])
-    index.end_scan()
+    index.end_scan(complete=True)
     assert not index.has(digest(2))
     assert victims(index) == [1, 3, 4, 0]
 

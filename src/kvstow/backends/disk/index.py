@@ -158,16 +158,17 @@ class ChunkIndex:
         with self._lock:
             self._scan += 1
 
-    def end_scan(self) -> None:
-        """Forget the files that were neither seen by the scan nor added since it began.
+    def end_scan(self, *, complete: bool) -> None:
+        """Forget the files that were neither seen by a complete scan nor added since it began.
 
         The first scan also sorts all files by last use, because it finds them in no order. Later
         ones leave the order as it is.
         """
         with self._lock:
-            gone = [digest for digest, entry in self._entries.items() if entry.scan < self._scan]
-            for digest in gone:
-                self._forget(digest)
+            if complete:
+                entries = self._entries.items()
+                for digest in [d for d, entry in entries if entry.scan < self._scan]:
+                    self._forget(digest)
             by_last_use: list[bytes] = []
             if self._scan == 1:
                 by_last_use = sorted(self._entries, key=lambda d: self._entries[d].used_s)

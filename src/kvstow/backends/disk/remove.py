@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -63,3 +64,10 @@ def remove_empty_namespace(mount: MountedDirectory, name: str) -> None:
             os.unlink(f"{name}/{names.NAMESPACE_JSON}", dir_fd=root)
     with suppress(OSError):
         os.rmdir(name, dir_fd=root)
+
+
+def remove_empty_namespaces(mount: MountedDirectory, empty: Iterable[str], now_s: float) -> None:
+    """Remove namespaces that hold no chunks, except those that may get some soon."""
+    for name in empty:
+        if not expects_chunks(mount, name, now_s):
+            remove_empty_namespace(mount, name)

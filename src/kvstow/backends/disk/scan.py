@@ -56,6 +56,7 @@ class ScanResult:
     own_bytes: int = 0  # of ledger, locks and directories
     quarantined: int = 0
     quarantined_bytes: int = 0
+    unreadable: int = 0  # directories of files whose chunks are not counted
 
     @property
     def bytes(self) -> int:
@@ -123,11 +124,13 @@ def scan(
     *,
     stop: threading.Event,
     pause_s: float = 0.0,
+    max_unreadable: int = 0,
 ) -> ScanResult | None:
     """Walk the whole directory.
 
     ``found`` is called with the namespace and the chunks of each directory of files; between two of
-    these the scan waits ``pause_s`` seconds. Returns None if ``stop`` was set. Raises ``OSError``.
+    these the scan waits ``pause_s`` seconds. Up to ``max_unreadable`` of them may give an error.
+    Returns None if ``stop`` was set. Raises ``OSError``.
     """
     count = ScanResult([], own_bytes=sum(_bytes(root, name, ledger) for name in names.OWN))
     for name in namespaces(root):
@@ -139,7 +142,13 @@ def scan(
             for second in names.DIGITS:
                 if stop.wait(pause_s) if pause_s else stop.is_set():
                     return None
-                chunks = _chunks(root, f"{name}/{first}/{second}", ledger, namespace)
+                try:
+                    chunks = _chunks(root, f"{name}/{first}/{second}", ledger, namespace)
+                except OSError:
+                    count.unreadable += 1
+                    if count.unreadable > max_unreadable:
+                        raise
+                    continue
                 if chunks:
                     found(bytes.fromhex(name), chunks)
     for entry in list_directory(root, names.QUARANTINE):

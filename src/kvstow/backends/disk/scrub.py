@@ -28,21 +28,29 @@ class VerifyResult(NamedTuple):
     read_bytes: int
 
 
-def chunks_after(root: Fd, cursor: str) -> Iterator[str]:
+def chunks_after(root: Fd, cursor: str, *, skip_unreadable: bool = False) -> Iterator[str]:
     """The paths of all chunks in order, beginning after the path ``cursor``, or at the first if it
-    is empty."""
+    is empty.
+
+    A directory of files that can't be read is left out if ``skip_unreadable``, else it raises
+    ``OSError``.
+    """
     for namespace in namespaces(root):
         for first in names.DIGITS:
             for second in names.DIGITS:
                 directory = f"{namespace}/{first}/{second}"
                 if f"{directory}/~" < cursor:
                     continue
-                listed = (
-                    name for name, _ in list_directory(root, directory) if names.digest_of(name)
-                )
-                yield from (
-                    path for name in sorted(listed) if (path := f"{directory}/{name}") > cursor
-                )
+                try:
+                    listed = [entry.name for entry in list_directory(root, directory)]
+                except OSError:
+                    if not skip_unreadable:
+                        raise
+                    continue
+                for name in sorted(listed):
+                    path = f"{directory}/{name}"
+                    if names.digest_of(name) and path > cursor:
+                        yield path
 
 
 def digest_in(path: str) -> bytes:
@@ -120,7 +128,7 @@ class Scrub:
             path = next(self._paths, None)
             if path is None:
                 self._save("")
-                self._paths = chunks_after(mount.root, "")
+                self._paths = chunks_after(mount.root, "", skip_unreadable=True)
                 break
             try:
                 result = verify(mount, path, self._check)
@@ -148,7 +156,7 @@ class Scrub:
             return False
         self._lock, self._mount = fd, mount
         cursor = os.pread(fd.number, CURSOR_BYTES, 0).decode("ascii", "replace").strip()
-        self._paths = chunks_after(mount.root, cursor)
+        self._paths = chunks_after(mount.root, cursor, skip_unreadable=True)
         return True
 
     def _save(self, cursor: str) -> None:

@@ -19,7 +19,7 @@ from kvstow.backends.disk.bad_files import BadFiles
 from kvstow.backends.disk.index import ChunkFile, ChunkIndex, EvictionOrder, Look
 from kvstow.backends.disk.mount import MountedDirectory, is_regular, reap
 from kvstow.backends.disk.quarantine import quarantine
-from kvstow.backends.disk.remove import expects_chunks, remove_empty_namespace
+from kvstow.backends.disk.remove import remove_empty_namespace, remove_empty_namespaces
 from kvstow.backends.disk.rivals import rivals
 from kvstow.backends.disk.room import Room, VolumeLimits
 from kvstow.backends.disk.scan import ScanResult, allocated_bytes, scan
@@ -27,11 +27,11 @@ from kvstow.layout import ALIGN
 from kvstow.runtime import Clock
 
 R = TypeVar("R")
-
 logger = logging.getLogger("kvstow")
 
 MAX_INTRODUCTIONS: Final = 8  # of a namespace that others remove, because nothing is in it yet
 MAX_UNREADABLE_IN_A_ROW: Final = 8  # files that give an error; then it is the directory that fails
+MAX_UNREADABLE_DIRECTORIES: Final = 16  # of files, in one scan; then it fails
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _LACKS_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -70,6 +70,7 @@ class DiskVolume:
         self._room = Room(limits, self._index, self._bad)
         self._unreadable_in_a_row = 0  # files that gave an error since one was read or written
         self._logged_errors: set[int | None] = set()
+        self._logged_incomplete_scan = False
         self._written: set[bytes] = set()  # namespaces; a handful
         self.scan_wanted = True
         self._lacked_bytes = 0  # of a write that found no room: ``try_writing`` must find it
@@ -400,16 +401,27 @@ class DiskVolume:
                 lambda namespace, chunks: self._index.add(namespace, chunks, look),
                 stop=stop,
                 pause_s=pause_s,
+                max_unreadable=MAX_UNREADABLE_DIRECTORIES,
             )
         if count is None:
             return None
-        self._index.end_scan()
-        now_s = self._clock.wall()
-        for name in (one.name for one in count.namespaces if not one.chunks):
-            if bytes.fromhex(name) not in self._written and not expects_chunks(mount, name, now_s):
-                remove_empty_namespace(mount, name)
-        used_bytes = mount.ledger.reconcile(before, count.bytes).used_bytes or 0
-        self._room.shrink_to_limit(mount, used_bytes, stop)
+        complete = count.unreadable == 0
+        self._index.end_scan(complete=complete)
+        if not complete and not self._logged_incomplete_scan:
+            self._logged_incomplete_scan = True
+            logger.warning(
+                "Some directories of chunks in %s can't be read (%d): what they hold is not evicted",
+                self.path,
+                count.unreadable,
+            )
+        used_bytes = before.used_bytes
+        if complete or used_bytes is None:
+            used_bytes = mount.ledger.reconcile(before, count.bytes).used_bytes
+        if complete:
+            empty = [one.name for one in count.namespaces if not one.chunks]
+            unused = [name for name in empty if bytes.fromhex(name) not in self._written]
+            remove_empty_namespaces(mount, unused, self._clock.wall())
+        self._room.shrink_to_limit(mount, used_bytes or 0, stop)
         return count
 
     def reap(self) -> None:
