@@ -109,6 +109,12 @@ def test_a16_a_window_over_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         refuse_unserved_model(vllm_config(Shape()))
 
 
+def test_a16_a_diffusion_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelConfig, "is_diffusion", True, raising=False)
+    with pytest.raises(UnsupportedError, match="canvas"):
+        refuse_unserved_model(vllm_config(Shape()))
+
+
 def test_a16_mla_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelConfig, "use_mla", True)
     refuse_unserved_model(vllm_config(Shape(prefix_caching=True)))  # its kernels know prefixes

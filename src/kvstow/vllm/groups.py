@@ -120,6 +120,11 @@ def _refuse_without_prefixes(vllm_config: VllmConfig, name: str) -> None:
             f"model {name} has a window over generated tokens, whose KV depends on more than the "
             "prefix; vLLM switches prefix caching off for it. " + WITHOUT_KVSTOW
         )
+    if getattr(model, "is_diffusion", False):
+        raise UnsupportedError(
+            f"model {name} denoises a canvas of tokens that attend in both directions; kvstow does "
+            "not serve such models. " + WITHOUT_KVSTOW
+        )
     if getattr(vllm_config, "is_mm_encoder_only", False):
         raise UnsupportedError(
             f"this engine runs the multimodal encoder only of model {name}, which has no KV. "
