@@ -40,7 +40,13 @@ COUNTERPARTS = {
     README_KO: Counterparts((README,)),
     KO / "quickstart.md": Counterparts(
         (guide("install"), guide("first-run")),
-        (guide("disk"), guide("redis"), guide("troubleshooting"), DOCS / "reference" / "cli.md"),
+        (
+            guide("disk"),
+            guide("redis"),
+            guide("block-hashes"),
+            guide("troubleshooting"),
+            DOCS / "reference" / "cli.md",
+        ),
     ),
     KO / "lmcache.md": Counterparts((guide("from-lmcache"),)),
     KO / "rbln.md": Counterparts((guide("rbln"),)),
