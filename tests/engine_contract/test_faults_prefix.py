@@ -110,9 +110,10 @@ def test_a16_a_window_over_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a16_a_diffusion_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelConfig, "is_diffusion", True, raising=False)
+    config = vllm_config(Shape())
+    monkeypatch.setitem(vars(config.model_config), "is_diffusion", True)  # a cached property
     with pytest.raises(UnsupportedError, match="canvas"):
-        refuse_unserved_model(vllm_config(Shape()))
+        refuse_unserved_model(config)
 
 
 def test_a16_mla_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
