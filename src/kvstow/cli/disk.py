@@ -1,4 +1,5 @@
-"""``kvstow disk`` and ``kvstow namespaces``: look at the disk tier's directories, and remove what is in them."""
+"""``kvstow disk`` and ``kvstow namespaces``: look at the disk tier's directories, and remove what
+is in them."""
 
 from __future__ import annotations
 
@@ -131,12 +132,10 @@ def verify(
         print(json.dumps({"good": good, "bad": bad}, indent=2))
     else:
         for row in bad:
-            print(
-                f"bad: {row['path']} namespace {row['namespace'][:SHOWN_DIGITS]} chunk {row['chunk']}"
-            )
-        print(
-            f"{good} chunks are whole, {len(bad)} are bad{' and set aside' if bad and set_aside else ''}"
-        )
+            namespace = row["namespace"][:SHOWN_DIGITS]
+            print(f"bad: {row['path']} namespace {namespace} chunk {row['chunk']}")
+        moved = " and set aside" if bad and set_aside else ""
+        print(f"{good} chunks are whole, {len(bad)} are bad{moved}")
     if bad:
         raise typer.Exit(EXIT_BAD)
 
@@ -150,7 +149,7 @@ def gc(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Clear up after dead processes, empty the quarantine, remove empty namespaces, and old chunks if asked."""
+    """Remove what dead processes left, quarantined files, empty namespaces; if asked, old chunks."""
     now = SystemClock().wall()
     rows = []
     with _open_directories(path) as directories:
@@ -192,7 +191,8 @@ def clear(
     """Remove all chunks, or those of one namespace, its adapters and resets."""
     if namespace == "":
         raise SettingsError(
-            "--namespace is empty: give the first digits of one, or leave it out to remove all chunks"
+            "--namespace is empty: give the first digits of one, "
+            "or leave it out to remove all chunks"
         )
     rows = []
     with _open_directories(path) as directories:
@@ -261,7 +261,8 @@ def _open_directories(path: Sequence[str] | None) -> Iterator[list[DataDirectory
 def _look_at_each(
     path: Sequence[str] | None, look: Callable[[DirectoryView], T]
 ) -> tuple[list[tuple[DirectoryView, T]], int]:
-    """The value of ``look`` for each directory, and the exit code: not 0 if one, which is named, can't be read."""
+    """The value of ``look`` for each directory, and the exit code: not 0 if one, which is named,
+    can't be read."""
     looked = []
     code = 0
     for one in _paths(path):
@@ -277,8 +278,8 @@ def _look_at_each(
 
 
 def _chosen_by(directory: DataDirectory, one: str | None) -> Callable[[str, float], bool]:
-    """A choice of chunks for ``DataDirectory.remove``: those of namespace ``one`` and of its adapters and resets; None:
-    all."""
+    """A choice of chunks for ``DataDirectory.remove``: those of namespace ``one`` and of its
+    adapters and resets; None: all."""
     chosen = {
         name
         for name in directory.namespaces()
@@ -328,7 +329,8 @@ def _paths_of(directories: Sequence[DirectoryView]) -> str:
 
 
 def _model(about: Mapping[str, Any]) -> str:
-    """A model's name; or its architecture, and its weights' digest or revision, of which the first digits."""
+    """A model's name; or its architecture, and its weights' digest or revision, of which the first
+    digits."""
     architecture = re.search(r'"architectures":\["(\w+)"', str(about.get("model config")))
     weights = _DIGEST.sub(r"\2 \1", str(about.get("weights", "?")))
     return str(

@@ -1,4 +1,4 @@
-"""The disk tier: see ``store`` for what it is, ``names`` for its files, ``ledger`` for its size limit."""
+"""The disk tier's store: ``store`` is its entry, ``names`` its files, ``ledger`` its size limit."""
 
 from kvstow.backends.disk.check import frame_check
 from kvstow.backends.disk.store import DiskOptions, DiskStore

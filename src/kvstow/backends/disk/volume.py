@@ -410,7 +410,7 @@ class DiskVolume:
         if not complete and not self._logged_incomplete_scan:
             self._logged_incomplete_scan = True
             logger.warning(
-                "Some directories of chunks in %s can't be read (%d): what they hold is not evicted",
+                "Some directories of chunks in %s can't be read (%d): they are not evicted",
                 self.path,
                 count.unreadable,
             )
