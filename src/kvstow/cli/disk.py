@@ -149,7 +149,7 @@ def gc(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what dead processes left, quarantined files, empty namespaces; if asked, old chunks."""
+    """Remove what dead processes left, quarantined files, empty namespaces; if asked old chunks."""
     now = SystemClock().wall()
     rows = []
     with _open_directories(path) as directories:
