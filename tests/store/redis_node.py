@@ -15,7 +15,7 @@ from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, assert_bytes, fill, key,
 
 
 class Node:
-    """An engine with real threads and a pool of its own over the server: one of several that share it."""
+    """An engine with real threads and a pool of its own, one of several that share a server."""
 
     def __init__(self, store: Store, **limits: Any) -> None:
         self.metrics, clock = Metrics(), SystemClock()
@@ -56,7 +56,7 @@ class Node:
             self.engine.poll()
 
     def get(self, *numbers: int) -> int:
-        """Chunks that a new request restores, byte by byte what was stored."""
+        """Returns how many chunks a new request restores, after comparing each byte."""
         found = self.engine.fetch("request", keys(*numbers))
         while found.state is Found.PENDING:
             self.tier.executor.wait(0.05)

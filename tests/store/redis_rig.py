@@ -25,7 +25,8 @@ TLS_HANDSHAKE = b"\x16"
 def open_store(
     url: str, *, clock: Any = None, topology: Any = "single", **options: Any
 ) -> RedisStore:
-    """A prefix of its own, so that stores on one server are apart, unless one is given; small parts."""
+    """Opens a store with small parts. Unless a prefix is given it has one of its own, so stores on one server are
+    apart."""
     options = {"prefix": f"t{os.urandom(6).hex()}:", "part_bytes": PART_BYTES, **options}
     return RedisStore(
         RedisOptions(parse_address(url, topology), topology, **options), clock or SystemClock()
@@ -33,8 +34,7 @@ def open_store(
 
 
 def make_certificates(folder: Path, name: str = "own", days: int = 2) -> Tls:
-    """An authority, unless it is there, and a certificate of 127.0.0.1 that serves as the server's and as the
-    client's."""
+    """Makes an authority, unless the folder has one, and a certificate of 127.0.0.1 for servers and clients."""
 
     def run(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
@@ -73,12 +73,12 @@ def make_certificates(folder: Path, name: str = "own", days: int = 2) -> Tls:
 
 
 class TlsFront:
-    """Ends TLS in front of a server that may be built without it; clients must show a certificate. What comes without
-    TLS, of a Sentinel, passes as it is. ``tls`` counts the others."""
+    """Ends TLS in front of a server that may be built without it. Clients must show a certificate. Connections without
+    TLS, such as a Sentinel's, pass as they are. ``tls`` counts the others."""
 
     def __init__(self, tls: Tls, port: int) -> None:
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.use(tls)
+        self.show_certificate(tls)
         self._context.load_verify_locations(tls.ca_file)
         self._context.verify_mode = ssl.CERT_REQUIRED
         self._to = port
@@ -87,8 +87,8 @@ class TlsFront:
         self._listener = socket.create_server((HOST, self.port))
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def use(self, tls: Tls) -> None:
-        """Show this certificate from now on."""
+    def show_certificate(self, tls: Tls) -> None:
+        """Shows this certificate from now on."""
         assert tls.cert_file is not None
         self._context.load_cert_chain(tls.cert_file, tls.key_file)
 
@@ -120,12 +120,12 @@ class TlsFront:
 
 
 class FaultProxy:
-    """In front of a server; ``mode`` may be changed at any time, and holds for what comes from then on.
+    """A proxy in front of a server. ``mode`` may be changed at any time, and holds for what comes from then on.
 
-    pass, swallow (nothing is answered), refuse (nobody listens), reset (at the first byte of an answer), cut (after
-    1,000 bytes of one), slow (answers come 64 KiB at a time, with ``SLOW_S`` in between).
+    Modes: pass, swallow (no answers), refuse (connections), reset (at the first byte of an answer), cut (after 1,000
+    bytes of an answer), slow (answers come 64 KiB at a time, with ``SLOW_S`` in between).
 
-    ``round_trips``: how often the client spoke after an answer.
+    ``round_trips`` counts how often the client sent something after an answer.
     """
 
     SLOW_S = 0.2
@@ -222,7 +222,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 @contextlib.contextmanager
 def black_hole() -> Iterator[int]:
-    """A port whose connections are never taken: its queue is full."""
+    """Yields a port whose connections are never accepted, because its queue is full."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind((HOST, 0))

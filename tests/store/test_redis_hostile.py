@@ -1,6 +1,6 @@
-"""Servers that answer what they were not asked, or not at all: misses in bounded time, and the next call is right.
+"""Servers whose replies do not answer the command, or never come: misses in bounded time, and the next call is right.
 
-``Front`` is a fake only in what it is told to say; everything else it passes to a real server.
+``Front`` fakes only the replies that a test gives it. Everything else passes to a real server.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ GREETING = (b"CLIENT", b"AUTH", b"SELECT", b"HELLO")
 
 
 class Front:
-    """Answers every command but a greeting with ``says`` of it; None: as the server does. b"": hangs up.
+    """Answers commands with ``says(words)``, and greetings with ``greets(words)``. None passes the command to the
+    server, and b"" closes the connection.
 
-    ``step``: so many bytes at once, with ``STEP_S`` in between. ``endless``: zeros follow, for ever.
+    ``step`` is the number of bytes sent at once, with ``STEP_S`` in between. With ``endless`` zeros follow for ever.
     """
 
     STEP_S = 0.02
@@ -436,7 +437,7 @@ def test_k1_a_certificate_that_expires_is_unavailable_until_it_is_renewed(
     server.ask("ACL", "SETUSER", "u", "on", "resetpass", f">{SECRET}", "~*", "+@all")
     store = open_store(f"rediss://u:{SECRET}@{HOST}:{front.port}", tls=tls, prefix=PREFIX)
     assert write_one(store, make_key(0), b"x") == Done(1)
-    front.use(make_certificates(tmp_path / "good", name="old", days=0))
+    front.show_certificate(make_certificates(tmp_path / "good", name="old", days=0))
     server.ask("CLIENT", "KILL", "USER", "u")
     said = []
     for _ in range(3):  # the first may still have a connection that is about to be closed
@@ -445,7 +446,7 @@ def test_k1_a_certificate_that_expires_is_unavailable_until_it_is_renewed(
         assert_no_secret(caught.value)
         said.append(str(caught.value))
     assert "certificate" in said[-1].lower()
-    front.use(tls)
+    front.show_certificate(tls)
     assert read_one(store, make_key(0), 1)[1] == b"x"
     store.close()
     front.close()

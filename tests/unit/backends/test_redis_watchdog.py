@@ -52,23 +52,29 @@ def test_a_call_that_takes_longer_is_interrupted_until_it_ends(watchdog: Watchdo
         assert calls.reached.wait(LONG_S)
 
 
+def fail_when_interrupted(calls: Calls, error: BaseException) -> None:
+    calls.reached.wait(LONG_S)
+    raise error
+
+
 def test_the_errors_of_an_interrupted_call_are_its_time_out(watchdog: Watchdog) -> None:
     calls = Calls()
     with pytest.raises(TimeoutError) as caught, watchdog.limit(SOON_S, calls):
-        calls.reached.wait(LONG_S)
-        raise OSError("the socket is closed")
+        fail_when_interrupted(calls, OSError("the socket is closed"))
     assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_an_interruption_of_the_thread_itself_passes(watchdog: Watchdog) -> None:
     calls = Calls()
     with pytest.raises(KeyboardInterrupt), watchdog.limit(SOON_S, calls):
-        calls.reached.wait(LONG_S)
-        raise KeyboardInterrupt
+        fail_when_interrupted(calls, KeyboardInterrupt())
 
 
 def test_an_earlier_limit_than_the_one_that_is_waited_for_is_kept(watchdog: Watchdog) -> None:
     calls = Calls()
-    with watchdog.limit(LONG_S, Calls()):
-        with pytest.raises(TimeoutError), watchdog.limit(SOON_S, calls):
-            assert calls.reached.wait(LONG_S)
+    with (
+        watchdog.limit(LONG_S, Calls()),
+        pytest.raises(TimeoutError),
+        watchdog.limit(SOON_S, calls),
+    ):
+        assert calls.reached.wait(LONG_S)
