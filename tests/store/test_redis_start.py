@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -68,15 +69,27 @@ def test_without_the_tier_a_random_root_hash_does_no_harm(monkeypatch: pytest.Mo
 
 
 def lower_tiers(not_persistent: str | None, effective: Any = WITH_REDIS) -> list[Any]:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank_local=0))
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_rank_local=0),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
     identity = SimpleNamespace(
         not_persistent=not_persistent, namespace=bytes(32), root=lambda: ("all else", "seed 0")
     )
     identity.describe = lambda: {"namespace": "", "block hash root": "seed 0"}
     shapes = [[KVShape.unknown("float32", 4096)]]
-    tiers: list[Any] = start._lower_tiers(
-        config, effective.settings, LAYOUT, shapes, identity, SystemClock(), Metrics(), None
+    parts = start._Parts(
+        vllm_config=config,
+        kv_cache_config=None,
+        settings=effective.settings,
+        layout=LAYOUT,
+        pages=[],
+        identity=identity,
+        clock=SystemClock(),
+        metrics=Metrics(),
     )
+    with patch.object(start, "kv_shapes", return_value=shapes):
+        tiers: list[Any] = start._lower_tiers(parts, None)
     return tiers
 
 
