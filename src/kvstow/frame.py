@@ -1,7 +1,8 @@
-"""The frame: a header page that says what the payload behind it is, and whether it is whole.
+"""The frame: a header page that identifies and checks the payload behind it.
 
-A frame is a header page of 4,096 bytes, then the payload in spans, one a distinct shard, each zero-padded to a
-multiple of 4,096. Header, little-endian, all bytes that the table does not name zero:
+A frame is a header page of 4,096 bytes, then the payload. The payload has one span for each distinct
+shard, zero-padded to a multiple of 4,096 bytes. The header is little-endian. Bytes that this table
+does not name are zero:
 
 ====== ====== =====================================================================================================
 offset length field
@@ -29,13 +30,13 @@ offset length field
 4080   16     XXH3-128 of bytes 0 to 4,080 of this page
 ====== ====== =====================================================================================================
 
-MAC of a keyed frame: keyed BLAKE3 over bytes 0 to 2,032 and the payload's own keyed BLAKE3. The two keys are derived
-from the integrity key, with different contexts.
+The MAC of a keyed frame is a keyed BLAKE3 over bytes 0 to 2,032 and the payload's own keyed BLAKE3.
+The two keys are derived from the integrity key, with different contexts.
 
-Digests do not depend on how the bytes were cut into pieces. Bytes that pass through a buffer are hashed a buffer at a
-time, while they are in cache; a span in memory is hashed in one call, because both libraries release the GIL in it
-(xxhash above 64 KiB), and each return has to win it back: beside a busy Python thread a keyed 4 MiB frame took
-124 ms in pieces of 256 KiB and 11 ms in one.
+Digests do not depend on how the bytes were cut into pieces. Bytes that pass through a buffer are
+hashed a buffer at a time, while they are in cache. A span in memory is hashed in one call: both
+libraries release the GIL in it (xxhash above 64 KiB), and each return waits for the GIL. Beside a
+busy Python thread a keyed frame of 4 MiB took 124 ms in pieces of 256 KiB and 11 ms in one.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ class FrameSpan(NamedTuple):
 
 
 class FrameHeader(NamedTuple):
-    """What a header page says. ``parse_header`` guarantees all bounds of the table in this module's docstring."""
+    """The fields of a header page.
+
+    ``parse_header`` guarantees all bounds of the table in this module's docstring.
+    """
 
     key: ChunkKey
     parent: bytes
@@ -109,7 +113,10 @@ class FrameHeader(NamedTuple):
 
 
 class PayloadChecksum:
-    """Digests of a payload whose bytes pass in order, in pieces of any size; or its checksum, known already."""
+    """Digests of a payload whose bytes pass in order, in pieces of any size.
+
+    ``known`` is the payload's checksum if it was computed already.
+    """
 
     def __init__(self, integrity_key: bytes | None = None, known: bytes | None = None) -> None:
         self._known = known
@@ -134,7 +141,7 @@ class PayloadChecksum:
 
 @lru_cache(maxsize=256)
 def frame_spans(lengths: tuple[int, ...]) -> tuple[FrameSpan, ...]:
-    """The span table for payload spans of these lengths, a shard each, packed behind the header page."""
+    """The span table for payload spans of these lengths, one a shard, behind the header page."""
     spans: list[FrameSpan] = []
     at = HEADER_BYTES
     for shard, length in enumerate(lengths):
@@ -146,19 +153,23 @@ def frame_spans(lengths: tuple[int, ...]) -> tuple[FrameSpan, ...]:
 def write_header(
     page: memoryview, header: FrameHeader, payload: PayloadChecksum, integrity_key: bytes | None
 ) -> None:
-    """Fill the first 4,096 bytes of ``page`` with ``header`` and the digests of ``payload``, its own ignored.
+    """Fill the first 4,096 bytes of ``page`` with ``header`` and the digests of ``payload``.
 
-    For ``seal``, and for a tier whose codec builds a frame of its own.
+    The digests in ``header`` are ignored. ``seal`` calls it, and a tier whose codec builds a frame
+    of its own.
     """
     parts = bytearray(HEADER_BYTES)
     key, parent, parameters = header.key, header.parent, header.codec_parameters
     if len(parent) > MAX_PREFIX_HASH_BYTES or len(parameters) > MAX_CODEC_PARAMETER_BYTES:
         raise ValueError(
-            f"parent hash of {len(parent)} bytes, codec parameters of {len(parameters)} bytes: too long"
+            f"parent hash of {len(parent)} bytes, codec parameters of {len(parameters)} bytes: too "
+            "long"
         )
     if not 1 <= len(header.spans) <= MAX_SPANS:
         raise ValueError(f"{len(header.spans)} spans: a frame holds 1 to {MAX_SPANS}")
-    flags = _LOSSY * header.lossy | _KEYED * (integrity_key is not None)
+    flags = _LOSSY if header.lossy else 0
+    if integrity_key is not None:
+        flags |= _KEYED
     _HEAD.pack_into(
         parts,
         0,
@@ -200,10 +211,11 @@ def seal(
     lossy: bool = False,
     integrity_key: bytes | None = None,
 ) -> None:
-    """Make a slot whose payload is in place a frame: zero the padding, write the header. Payload bytes do not change.
+    """Turn a slot that holds a payload into a frame: zero the padding and write the header.
 
-    Precondition: nobody writes the slot meanwhile. ``parent`` is the prefix hash of the chunk before, empty for a
-    prompt's first; ``created`` is in seconds since the epoch.
+    Payload bytes do not change. Precondition: no other thread or process writes the slot meanwhile.
+    ``parent`` is the prefix hash of the chunk before, empty for a prompt's first. ``created`` is in
+    seconds since the epoch.
     """
     spans = frame_spans(layout_group.payload_lengths)
     payload = PayloadChecksum(integrity_key)
@@ -227,12 +239,14 @@ def check(
     coded: bool = False,
     checksum: bytes | None = None,
 ) -> FrameHeader:
-    """Verify that the ``length`` bytes at the start of ``frame`` are the whole raw frame of ``key``; with ``coded``
-    also one of any codec, which is never longer than the raw one. ``checksum`` is XXH3-128 of all behind the header
-    page, if that was computed already.
+    """Verify that the first ``length`` bytes of ``frame`` are the whole raw frame of ``key``.
 
-    Raises ``FrameError`` for anything else: short, long, damaged, forged (with ``integrity_key``), of another key, of
-    another layout. Padding is not looked at, because nothing ever reads it; nor is what a codec made of the payload.
+    With ``coded`` a frame of any codec passes too; it is never longer than the raw one.
+    ``checksum`` is the XXH3-128 of everything behind the header page, or None if it is not known.
+
+    Raises FrameError for any other frame: short, long, damaged, of another key or layout, or forged
+    if there is an ``integrity_key``. It ignores padding, which is never read, and the content of a
+    coded payload.
     """
     most = layout_group.frame_bytes
     if len(frame) < length or not (HEADER_BYTES if coded else most) <= length <= most:
@@ -241,7 +255,8 @@ def check(
     if header.key != key:
         raise FrameError(f"the frame of {header.key!r}, not of {key!r}")
     lengths = layout_group.payload_lengths
-    shards, raw_length = len(lengths), sum(lengths)
+    shards = len(lengths)
+    raw_length = sum(lengths)
     if header.codec_id != RAW:
         if not coded:
             raise FrameError(f"codec {header.codec_id}, not raw")
@@ -266,9 +281,9 @@ def check(
 
 
 def parse_header(page: memoryview | bytes) -> FrameHeader:
-    """Read a header page, 4,096 bytes. Raises ``FrameError`` unless it is whole and within all bounds.
+    """Read a header page of 4,096 bytes. Raises FrameError unless it is whole and within all bounds.
 
-    The payload is not checked, nor is a MAC: ``verify`` does, once the payload has passed.
+    It checks neither the payload nor a MAC. ``verify`` does, once the payload has passed.
     """
     if len(page) != HEADER_BYTES:
         raise FrameError(f"header page of {len(page)} bytes")
@@ -330,10 +345,10 @@ def verify(
     *,
     integrity_key: bytes | None = None,
 ) -> None:
-    """Compare a payload that has passed through ``payload`` with its header, ``page`` parsed. Raises ``FrameError``.
+    """Compare a payload that has passed through ``payload`` with its header, which is ``page`` parsed.
 
-    ``payload`` was made with the same ``integrity_key``; with one, a frame that is not keyed is refused, and so is a
-    keyed frame without one: its reader was not told to trust it.
+    ``payload`` was made with the same ``integrity_key``. With a key, a frame that is not keyed is
+    refused. Without one, a keyed frame is refused. Raises FrameError.
     """
     _require(payload.checksum == header.checksum, "payload checksum does not match")
     if integrity_key is None:
@@ -362,7 +377,8 @@ def _derive(integrity_key: bytes, context: str) -> bytes:
 
 
 def _require_spans(spans: tuple[FrameSpan, ...], payload_length: int) -> None:
-    end, total = HEADER_BYTES, 0
+    end = HEADER_BYTES
+    total = 0
     for offset, length, _ in spans:
         if offset < end or offset % ALIGN or not 1 <= length <= _MAX_BYTES or offset > _MAX_BYTES:
             raise FrameError(f"span at {offset}, of {length} bytes")

@@ -1,4 +1,4 @@
-"""Identity of a chunk of KV: the only module that builds a namespace or a key."""
+"""Identity of a chunk of KV. No other module builds a namespace or a key."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _HEAD_BYTES: Final = NAMESPACE_BYTES + GROUP_BYTES
 class Namespace(bytes):
     """Digest (32 bytes, BLAKE3) of everything but the prefix that changes the bytes of a chunk.
 
-    Built from tagged fields, each written as ``len(tag) tag len(value) value`` with 8-byte little-endian
-    lengths in order of tag, so that no two different sets of fields give the same input to the hash.
+    It is built from tagged fields in order of tag. Each is written as ``len(tag) tag len(value)
+    value`` with 8-byte little-endian lengths. So two different sets of fields never give the same
+    input to the hash.
     """
 
     __slots__ = ()
@@ -38,16 +39,16 @@ class Namespace(bytes):
         return cls(hasher.digest())
 
     def derive(self, what: str, value: str | bytes) -> Namespace:
-        """A namespace inside this one, disjoint from it: an adapter's, or the one after a reset."""
+        """A namespace that is disjoint from this one: an adapter's, or the one after a reset."""
         return Namespace.from_fields({"parent": bytes(self), what: value})
 
 
 class ChunkKey(bytes):
-    """Equal keys mean interchangeable KV: ``namespace (32) | group (u16 LE) | prefix hash (1..64)``.
+    """Name of a chunk. Equal keys mean interchangeable KV.
 
-    The encoding is injective because the first two fields have fixed lengths. A key is a ``bytes`` so that
-    building and looking one up costs well under a microsecond; it is never shown to users or used as a file
-    name: ``digest()`` is.
+    Its bytes are ``namespace (32) | group (u16 LE) | prefix hash (1..64)``. Two keys are never
+    encoded alike, because the first two fields have fixed lengths. A key is a ``bytes`` so that it
+    is built and looked up in less than a microsecond. Files and users see ``digest()`` only.
     """
 
     __slots__ = ()
@@ -73,7 +74,7 @@ class ChunkKey(bytes):
         return bytes(self[_HEAD_BYTES:])
 
     def digest(self) -> bytes:
-        """32 bytes that name this key outside the process (file names, remote keys)."""
+        """32 bytes that name this key outside the process, in file names and remote keys."""
         return _digest(self)
 
     def __repr__(self) -> str:
@@ -94,9 +95,9 @@ def chunk_keys(
 ) -> list[ChunkKey]:
     """Keys of the full chunks ``start, start + 1, ...`` of a prompt.
 
-    ``block_hashes`` are the engine's chained hashes, one per hash block; chunk ``i`` is named by the hash of
-    its last hash block, ``block_hashes[(i + 1) * hashes_per_chunk - 1]``, which covers the whole prefix. A
-    trailing part of a chunk has no key.
+    ``block_hashes`` are the engine's chained hashes, one a hash block. Chunk ``i`` is named by the
+    hash of its last hash block, ``block_hashes[(i + 1) * hashes_per_chunk - 1]``, which covers the
+    whole prefix. The part of a chunk at the end has no key.
     """
     head = namespace + group.to_bytes(GROUP_BYTES, "little")
     first = (start + 1) * hashes_per_chunk - 1

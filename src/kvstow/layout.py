@@ -1,4 +1,4 @@
-"""Byte geometry of a chunk: payload, frame and alignment; per-group, per-shard and per-layer spans."""
+"""Byte geometry of a chunk: the spans of its shards, its frame, and their alignment."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def align_up(length: int, to: int = ALIGN) -> int:
 
 
 class Span(NamedTuple):
-    """``length`` payload bytes at byte ``offset`` of a place's address space (both in bytes)."""
+    """``length`` payload bytes at byte ``offset`` of a place's address space."""
 
     offset: int
     length: int
 
 
 class Place(NamedTuple):
-    """What a worker copies pages to and from: one chunk's payload, a span per distinct shard.
+    """Where a worker copies one chunk's pages to and from, with one span for each distinct shard.
 
-    ``kind`` says whose address space the offsets are in: ``"pool"`` is the shared host pool, ``"direct"`` an
-    extent of direct storage. Nothing outside the owner assumes that spans are adjacent or of equal length.
+    ``kind`` names the address space of the offsets: ``"pool"`` is the shared host pool, ``"direct"``
+    an extent of direct storage. Only its owner may assume that spans are adjacent or equally long.
     """
 
     kind: Literal["pool", "direct"]
     spans: tuple[Span, ...]
-    tag: bytes = b""  # of an extent: which filling of it this is
+    tag: bytes = b""  # tells the fillings of one extent apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,10 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """One KV cache group on one rank. Payload of a chunk's shard: layers in this order, each its blocks in order."""
+    """One KV cache group on one rank.
+
+    The payload of a chunk's shard is its layers in this order, and each layer's blocks in order.
+    """
 
     block_tokens: int
     layers: tuple[LayerPages, ...]
@@ -63,8 +66,8 @@ class GroupPages:
 class GroupLayout:
     """Geometry of one group's chunks over all ranks.
 
-    ``shard_block_bytes[s]`` is the size of one block over all layers of distinct shard ``s``. Ranks that hold
-    identical bytes (MLA latents, fewer KV heads than ranks) name the same shard.
+    ``shard_block_bytes[s]`` is the size of one block over all layers of distinct shard ``s``. Ranks
+    that hold identical bytes share a shard: MLA latents, or fewer KV heads than ranks.
     """
 
     block_tokens: int
@@ -82,11 +85,11 @@ class GroupLayout:
 
     @cached_property
     def frame_bytes(self) -> int:
-        """Header page plus every span padded to ``ALIGN``."""
+        """Bytes of the header page and of every span, padded to ``ALIGN``."""
         return HEADER_BYTES + sum(align_up(n) for n in self.payload_lengths)
 
     def spans(self, frame_offset: int = 0) -> tuple[Span, ...]:
-        """Span of each shard for a frame that starts at ``frame_offset``; the header page comes first."""
+        """Span of each shard in a frame whose header page starts at ``frame_offset``."""
         spans: list[Span] = []
         at = frame_offset + HEADER_BYTES
         for length in self.payload_lengths:
@@ -111,8 +114,10 @@ class ChunkLayout:
 
 
 def auto_chunk_tokens(block_tokens: int, block_bytes: Sequence[int]) -> int:
-    """``chunk_size: auto``: the smallest multiple of ``block_tokens`` whose frame over all groups and shards
-    (``block_bytes``: bytes of one block of each) is at least 4 MiB, but at most ``max(block_tokens, 128)``.
+    """Tokens in a chunk with ``chunk_size: auto``.
+
+    It is the smallest multiple of ``block_tokens`` whose frame is at least 4 MiB, and at most
+    ``max(block_tokens, 128)``. ``block_bytes`` holds the bytes of one block of each group and shard.
     """
     most = max(block_tokens, AUTO_MAX_TOKENS // block_tokens * block_tokens)
     blocks = 1

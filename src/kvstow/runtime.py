@@ -1,4 +1,4 @@
-"""The only door to time and threads. Everything else takes a Clock and an Executor as arguments."""
+"""Time and threads. All other modules take a Clock and an Executor as arguments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from kvstow.errors import KVStowError, WorkDropped
 T = TypeVar("T")
 
 MAX_REST_S: Final = 2.0
-DEFAULT_QUEUE_LIMIT: Final = (
-    1024  # a piece of work moves a chunk (some MiB): more than this queued is minutes of I/O
-)
+# A piece of work moves a chunk of some MiB, so that more of them in a queue are minutes of I/O.
+DEFAULT_QUEUE_LIMIT: Final = 1024
 
 
 class Clock(Protocol):
@@ -41,8 +40,10 @@ class SystemClock:
 
 
 def rest(stop: threading.Event, worked_s: float, share: float) -> bool:
-    """On a background thread: pause after ``worked_s`` of work, so that it takes ``share`` of the time, at most
-    ``MAX_REST_S`` at once. True: ``stop`` was set."""
+    """Pause a background thread after ``worked_s`` of work. Returns whether ``stop`` was set.
+
+    It pauses so long that work takes ``share`` of the time, but at most ``MAX_REST_S`` at once.
+    """
     return stop.wait(min(worked_s * (1 / share - 1), MAX_REST_S))
 
 
@@ -71,9 +72,9 @@ def repeat(
 class Executor(Protocol):
     """Runs blocking work on threads and hands each result back on its owner's thread.
 
-    ``then`` runs inside ``poll()``, on the thread that calls it, once for every accepted piece of work, with
-    either the value or the exception that the work ended in. So state that only ``then`` and the owner
-    touch needs no lock.
+    ``then`` runs inside ``poll()``, on the thread that calls it, once for every accepted piece of
+    work. It gets either the value or the exception that the work ended in. So state that only
+    ``then`` and the owner touch needs no lock.
     """
 
     def submit(
@@ -83,27 +84,27 @@ class Executor(Protocol):
         *,
         urgent: bool = False,
     ) -> bool:
-        """Queue ``work``; urgent work is run before what is not. False: the queue is full, nothing will run."""
+        """Queue ``work``. Urgent work runs before other work. False: the queue is full."""
         ...
 
     def poll(self) -> int:
-        """Run ``then`` of all work that has ended. Returns how many. Never blocks."""
+        """Run ``then`` of all work that has ended. Returns their number. Never blocks."""
         ...
 
     @property
     def outstanding(self) -> int:
-        """Work accepted whose ``then`` has not run yet."""
+        """Number of accepted pieces of work whose ``then`` has not run yet."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until some work has ended or ``timeout_s`` passed. True if ``poll`` has something to do."""
+        """Block until some work has ended, for at most ``timeout_s``. Returns whether some has."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Accept no more, drop what has not started, wait at most ``timeout_s``. True if all threads ended.
+        """Accept no more, drop work that has not begun, and wait at most ``timeout_s``.
 
-        Dropped work ends in ``WorkDropped``, handed to its ``then`` by the next ``poll`` like any other end, so
-        that whatever it pinned is released.
+        Returns whether all threads have ended. Dropped work ends in ``WorkDropped``. The next
+        ``poll`` hands that to its ``then`` like any other end, so that its pins are released.
         """
         ...
 
@@ -122,32 +123,30 @@ class Work:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do it and keep its end, whatever it is; then let go of what it held."""
+        """Do the work and keep its value or exception; then drop the references that it held."""
         assert self._work is not None, "work runs once"
         try:
             self._value = self._work()
-        except (
-            BaseException
-        ) as error:  # the owner's thread decides what any fault means, SystemExit included
-            self._error = (
-                error
-                if _can_be_said(error)
-                else KVStowError(f"{type(error).__name__}, which can't be said")
-            )
+        # The owner's thread decides what any fault means, SystemExit included.
+        except BaseException as error:
+            if _is_printable(error):
+                self._error = error
+            else:
+                self._error = KVStowError(f"{type(error).__name__}, which can't be printed")
         self._work = None
 
     def drop(self) -> None:
-        """End it without doing it."""
+        """End the work without doing it."""
         self._work = None
         self._error = WorkDropped("the executor was closed before this work began")
 
     def finish(self) -> None:
-        """Hand its end to ``then``."""
+        """Call ``then`` with the value or exception."""
         self._then(self._value, self._error)
 
 
-def _can_be_said(error: BaseException) -> bool:
-    """Others' exceptions may raise when they are printed, which would be on the owner's thread."""
+def _is_printable(error: BaseException) -> bool:
+    """Whether ``str`` of an exception works. A library's may raise, on the owner's thread."""
     try:
         str(error)
     except BaseException:
@@ -156,16 +155,17 @@ def _can_be_said(error: BaseException) -> bool:
 
 
 class ThreadExecutor:
-    """``threads`` daemon threads that wait on an event, not in a polling loop.
+    """An executor of ``threads`` daemon threads, which wait on an event.
 
-    At most ``queue_limit`` pieces of work wait to begin. Submitting, polling, waiting and closing are the owner's;
-    only ``run`` of a piece of work happens elsewhere.
+    At most ``queue_limit`` pieces of work wait to begin. Only the owner submits, polls, waits and
+    closes. Only ``run`` of a piece of work happens on another thread.
     """
 
     def __init__(self, name: str, threads: int = 1, queue_limit: int = DEFAULT_QUEUE_LIMIT) -> None:
         if threads < 1 or queue_limit < 1:
             raise ValueError(
-                f"executor {name}: {threads} threads, queue of {queue_limit}: both must be at least 1"
+                f"executor {name}: {threads} threads, queue of {queue_limit}: both must be at "
+                "least 1"
             )
         self._queue_limit = queue_limit
         self._urgent: deque[Work] = deque()
@@ -199,7 +199,7 @@ class ThreadExecutor:
         return True
 
     def poll(self) -> int:
-        ended = len(self._done)  # what a ``then`` submits may end at once: it is the next poll's
+        ended = len(self._done)  # work that a ``then`` submits is for the next poll
         for _ in range(ended):
             work = self._done.popleft()
             self._outstanding -= 1
@@ -241,17 +241,18 @@ class ThreadExecutor:
             work.run()
             with self._ended:
                 self._done.append(work)
-                del (
-                    work
-                )  # an idle thread must not keep the last result, and the memory it views, alive
+                # An idle thread must not keep the last result, and the memory it views, alive.
+                del work
                 self._ended.notify_all()
 
 
 def run_within(
     name: str, work: Callable[[], T], timeout_s: float
 ) -> tuple[T, None] | tuple[None, BaseException] | None:
-    """How ``work`` ended, as its value or what it raised, on a thread of its own. None: it has not ended after
-    ``timeout_s``, and is left behind."""
+    """Run ``work`` on a thread of its own and return its value and its exception.
+
+    None: it has not ended after ``timeout_s``, and its thread is left to itself.
+    """
     ended: list[tuple[Any, Any]] = []
     executor = ThreadExecutor(name)
     executor.submit(work, lambda value, error: ended.append((value, error)))

@@ -122,7 +122,7 @@ def test_an_exception_that_cannot_be_printed_is_replaced(executor: ThreadExecuto
     ends: list[BaseException | None] = []
     executor.submit(fail, lambda value, error: ends.append(error))
     drain(executor)
-    assert [str(error) for error in ends] == ["Mute, which can't be said"]
+    assert [str(error) for error in ends] == ["Mute, which can't be printed"]
 
 
 def test_a_then_that_raises_loses_no_other_end(executor: ThreadExecutor) -> None:

@@ -1,4 +1,4 @@
-"""What the bytes of a chunk are, from what the workers recognised and vLLM's configuration says."""
+"""Describes the numbers in a chunk's bytes, from the recognised pages and vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def kv_shapes(
     *,
     on_cpu: bool,
 ) -> list[list[KVShape]]:
-    """Of each group and shard. ``shards[s][g]``: what a rank of shard ``s`` recognised of group ``g``.
+    """Shape of each group's chunks on each shard.
 
-    ``on_cpu``: vLLM's CPU attention keeps a head's K rows before its V rows. Where layers differ, or their pages are
-    not what their specification comes to, only the type of the numbers is known.
+    ``shards[s][g]`` are the pages that a rank of shard ``s`` recognised of group ``g``. ``on_cpu``
+    says that vLLM's CPU attention keeps a head's K rows before its V rows. If layers differ, or
+    their pages are not those of their specification, only the type of the numbers is known.
     """
     return [
         [

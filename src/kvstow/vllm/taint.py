@@ -1,9 +1,9 @@
-"""Which device blocks hold KV that a lossy codec gave back, or that was computed on top of such.
+"""Marks device blocks whose KV came back through a lossy codec, or was computed on such KV.
 
-vLLM's prefix cache gives such blocks to later requests as it gives any, so what a request computes is exact only if no
-block of the prefix that it got is tainted. Blocks are marked, not chunks: a prefix hit may end inside a chunk, and two
-blocks of one hash may differ. A block is marked or cleared whenever somebody gets it to fill, so there are never more
-marks than the device has blocks.
+vLLM's prefix cache gives these blocks to later requests like all others. So a request computes
+exact KV only if no block of its prefix is marked. Blocks are marked, not chunks, because a prefix
+hit may end inside a chunk, and two blocks of one hash may differ. A block is marked or cleared
+whenever a request gets it to fill. So there are at most as many marks as the device has blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Taint:
-    """Not built where every tier is exact. ``loaded`` at each load, ``step`` before each step's chunks are offered."""
+    """The set of marked blocks. It is not built if every tier is exact.
+
+    Call ``loaded`` at each load, and ``step`` before each step's chunks are offered.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self._block_tokens = rules.block_tokens
@@ -30,13 +33,17 @@ class Taint:
         self._mark(block_ids, lossy)
 
     def _mark(self, block_ids: Iterable[int], tainted: bool) -> None:
-        (self._blocks.update if tainted else self._blocks.difference_update)(block_ids)
+        if tainted:
+            self._blocks.update(block_ids)
+        else:
+            self._blocks.difference_update(block_ids)
 
     def step(self, output: SchedulerOutput, tracked: Mapping[str, Tracked]) -> None:
-        """Mark or clear every block that was given out for this step, and set how many chunks of a request that
-        starts, or starts again, are exact.
+        """Mark or clear every block that was given out for this step.
 
-        A request may get what another one computes in this very step, so the marks are spread until none is added.
+        It also sets the number of exact chunks of each request that starts, or starts again. A
+        request may get blocks that another one computes in this very step. So marks are spread
+        until none is added.
         """
         cached = output.scheduled_cached_reqs
         begun: list[tuple[Tracked, Sequence[int], int]] = []
@@ -47,7 +54,7 @@ class Taint:
             if new is None:
                 continue
             if request is None:
-                self._mark(new[0], True)  # nobody knows what it was computed on
+                self._mark(new[0], True)  # it is unknown what these are computed on
             elif req_id in cached.resumed_req_ids:
                 begun.append((request, new[0], computed))
             else:
@@ -65,7 +72,7 @@ class Taint:
             pass
 
     def _spread(self, request: Tracked, blocks: Sequence[int], computed: int) -> bool:
-        """Whether the request turns out to compute on a tainted block. Its own are then tainted too."""
+        """Whether the request is found to compute on a marked block. Its own are then marked too."""
         got = blocks[: -(-computed // self._block_tokens)]
         if request.exact_chunks != NEVER or self._blocks.isdisjoint(got):
             return False

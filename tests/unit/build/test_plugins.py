@@ -149,7 +149,7 @@ def test_o1_what_cannot_be_opened_stops_the_start_and_says_why(
         (f"{package}.bad:NotOurs", "TypeError"),
         (f"{package}.bad:nothing", "NoneType has no contains"),
         (f"{package}.bad:half", "Half has no read"),
-        (f"{package}.bad:mute", "Mute, which can't be said"),
+        (f"{package}.bad:mute", "Mute, which can't be printed"),
         (f"{package}.bad:fake", "SystemExit: 4"),
     ):
         assert said in refused(stores=[f"mine={function}"]), function
