@@ -36,7 +36,7 @@ from kvstow.runtime import SystemClock, ThreadExecutor
 from tests.rigs.redis_server import RedisServer, program
 
 ROUND_BYTES: Final = 256 << 20
-ROUNDS: Final = 15
+ROUNDS: Final = 9
 
 
 class Raw:

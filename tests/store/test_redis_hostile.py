@@ -243,7 +243,8 @@ def test_k1_also_amid_a_chunk_in_parts(
 def test_what_an_error_means_for_those_who_ask_again(
     front: Front, store: RedisStore, name: str
 ) -> None:
-    """What may heal is unavailable, and so is a reply of another form. A string that is no envelope is rejected."""
+    """A fault that may heal is unavailable, and so is a reply of another form. A string that is no envelope is
+    rejected."""
     front.says = lambda _: REPLIES[name]
     if name in ("wrong type", "other word", "more than said"):
         assert read_one(store, make_key(1), 100)[0] is REJECTED
