@@ -49,6 +49,25 @@ class _Circuit:
         self._opened_s: float | None = None
         self._trying = False
         self._times_opened = 0
+        self._outage = False  # look-ups have failed too since this circuit opened
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last call that decided something has failed."""
+        return self._failed_in_a_row > 0
+
+    def follow(self, lookups: _Circuit) -> None:
+        """Close with the look-ups, if they failed as well: the store was out, and answers now."""
+        with self._lock:
+            if lookups.failing:
+                self._outage = self._outage or self._opened_s is not None
+            elif self._outage:
+                self._close()
+
+    def _close(self) -> None:
+        self._failed_in_a_row = 0
+        self._opened_s = None
+        self._outage = False
 
     @property
     def state(self) -> BreakerState:
@@ -99,8 +118,7 @@ class _Circuit:
                 return
             self._trying = False  # this was the trial, or there is none
             if worked:
-                self._failed_in_a_row = 0
-                self._opened_s = None
+                self._close()
             elif failed:
                 self._failed_in_a_row += 1
                 if self._failed_in_a_row >= self._failures:
@@ -112,8 +130,9 @@ class Breaker(StoreWrapper):
     """Forwards to ``store``; refuses calls of a kind that keeps failing.
 
     Look-ups, reads and writes have a circuit each, so a full disk goes on being read, and an index
-    in memory that answers look-ups does not hide that nothing can be read. A delete, and a write
-    that is rejected, don't show that writes work.
+    in memory that answers look-ups does not hide that nothing can be read. After an outage, in
+    which look-ups failed as well, one that succeeds closes all circuits. A delete, and a write that
+    is rejected, don't show that writes work.
 
     A call that never returns is not noticed here, because this thread is inside it: the tier
     watches for those.
@@ -142,17 +161,27 @@ class Breaker(StoreWrapper):
         return max(self.read_state, self.write_state)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._lookups.call(self._store.contains, keys, lambda _: True)
+        try:
+            return self._lookups.call(self._store.contains, keys, lambda _: True)
+        finally:
+            self._reads.follow(self._lookups)
+            self._writes.follow(self._lookups)
 
     def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
-        return self._reads.call(self._store.read, items, lambda _: True)
+        try:
+            return self._reads.call(self._store.read, items, lambda _: True)
+        finally:
+            self._reads.follow(self._lookups)
 
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
-        return self._writes.call(
-            self._store.write,
-            items,
-            lambda outcomes: any(isinstance(outcome, Done) for outcome in outcomes),
-        )
+        try:
+            return self._writes.call(
+                self._store.write,
+                items,
+                lambda outcomes: any(isinstance(outcome, Done) for outcome in outcomes),
+            )
+        finally:
+            self._writes.follow(self._lookups)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         self._writes.call(self._store.delete, keys, lambda _: False)

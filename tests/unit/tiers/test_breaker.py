@@ -200,3 +200,28 @@ def test_a_rejected_write_and_a_delete_say_nothing_of_writes() -> None:
     breaker.delete(KEYS)
     breaker.write(WRITES)
     assert breaker.write_state is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("first", ["look-up", "write"])
+def test_after_an_outage_one_look_up_is_enough(first: str) -> None:
+    """Or a burst of writes would be refused, all but the trial."""
+    breaker, store, clock = make(failures=3)
+    store.faults = [unavailable()]
+    if first == "look-up":
+        fail(breaker)
+    for _ in range(3):
+        fail_write(breaker)
+        with pytest.raises(StoreUnavailable):
+            breaker.read(READS)
+    if first == "write":
+        fail(breaker)
+    assert (breaker.read_state, breaker.write_state) == (BreakerState.OPEN, BreakerState.OPEN)
+    store.faults = []
+    clock.advance(10)
+    assert breaker.contains(KEYS) == [False]
+    assert breaker.state is BreakerState.CLOSED
+    store.faults = [unavailable("write")]
+    for _ in range(3):
+        fail_write(breaker)
+    breaker.contains(KEYS)
+    assert breaker.write_state is BreakerState.OPEN, "the outage is over: only writes fail now"
