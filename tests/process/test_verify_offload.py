@@ -4,11 +4,13 @@ the real one is asked in tests/e2e."""
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from kvstow.cli.verify.command import (
 from kvstow.cli.verify.snapshot import Snapshot
 from kvstow.settings import sources
 from kvstow.testing.manual import ManualClock
+from tests.store.redis_rig import make_certificates
 
 CHUNK = 32
 TOKENS = 100
@@ -69,6 +72,14 @@ class FakeServer:
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def speak_tls(self, cert_file: str, key_file: str) -> None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(cert_file, key_file)
+        self._http.socket = context.wrap_socket(
+            self._http.socket, server_side=True, do_handshake_on_connect=False
+        )
+        self.url = self.url.replace("http:", "https:")
 
     def close(self) -> None:
         self._http.shutdown()
@@ -404,6 +415,19 @@ def test_a_chunk_of_no_size_is_as_if_not_told(fake: FakeServer, value: str) -> N
         f'kvstow_chunk_tokens{{engine="0"}} {value}\nkvstow_x 1\n'.encode(),
     )
     assert ask(fake)["chunk_tokens"] == UNKNOWN_CHUNK_TOKENS
+
+
+def test_an_authority_that_is_not_the_systems(
+    fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = make_certificates(tmp_path)
+    fake.speak_tls(tls.cert_file, tls.key_file)
+    report = ask(fake)
+    assert report["verdict"] == "unreachable"
+    assert "SSL_CERT_FILE" in report["fix"]
+    monkeypatch.setenv("SSL_CERT_FILE", str(tls.ca_file))
+    fake.effects = [STORES, RESTORES]
+    assert ask(fake)["verdict"] == "restored"
 
 
 def test_a_model_that_is_not_there(fake: FakeServer) -> None:

@@ -5,6 +5,7 @@ It needs ``httpx`` and ``openai``, which vLLM's environment has and kvstow does 
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -83,13 +84,16 @@ class Server:
         self._openai = openai
         self._http_error = httpx.HTTPError
         proxies = parts.hostname not in LOOPBACK
+        tls = ssl.create_default_context()  # the system's authorities, and SSL_CERT_FILE's
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(headers=headers, trust_env=proxies)
+        self._http = httpx.Client(headers=headers, trust_env=proxies, verify=tls)
         self._client = openai.OpenAI(
             base_url=f"{self.url}/v1",
             api_key=api_key or NO_KEY,
             max_retries=0,
-            http_client=openai.DefaultHttpxClient(follow_redirects=False, trust_env=proxies),
+            http_client=openai.DefaultHttpxClient(
+                follow_redirects=False, trust_env=proxies, verify=tls
+            ),
         )
 
     def close(self) -> None:

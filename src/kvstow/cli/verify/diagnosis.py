@@ -163,54 +163,10 @@ def _not_found(observed: Observation, whole: Snapshot, second: Snapshot) -> Verd
             "the prompt was stored, and kvstow was not asked for it again",
             fix,
         )
-    decided = second.sums_by(DECISIONS, "tier", "decision").items()
-    against = {key: count for key, count in decided if key.split()[-1] in ("short", "recompute")}
-    causes = (  # the likeliest first
-        (
-            Code.FAILED,
-            second.sums_by(FAILED, "tier", "reason"),
-            "transfers failed",
-            "vLLM's log says why",
-        ),
-        (
-            Code.CORRUPT,
-            second.sums_by(CORRUPT, "tier"),
-            "chunks came back damaged",
-            "suspect the disk or the memory",
-        ),
-        (
-            Code.DEADLINE,
-            second.sums_by(DEADLINE, "tier"),
-            "reading took too long",
-            "set fetch.deadline_ms to more",
-        ),
-        (
-            Code.BYPASSED,
-            dict(_open(observed.after)),
-            "a tier is bypassed",
-            "see `kvstow doctor`, and vLLM's log",
-        ),
-        (
-            Code.COMPUTED,
-            against,
-            "kvstow decided against loading it: computing is expected to be faster",
-            "a longer prompt (--prompt-tokens); fetch.min_tokens 0 loads always",
-        ),
-        (
-            Code.EVICTED,
-            whole.sums_by(EVICTED, "tier"),
-            "chunks had to make room",
-            "set memory.size to more",
-        ),
-    )
-    for code, found, description, fix in causes:
-        if found:
-            return Verdict(
-                code,
-                False,
-                f"the prompt was stored, and not found again: {description} ({_shown(found)})",
-                fix,
-            )
+    for cause in _causes(observed, whole, second):
+        if cause.counts:
+            why = f"the prompt was stored, and not found again: {cause.description}"
+            return Verdict(cause.code, False, f"{why} ({_shown(cause.counts)})", cause.fix)
     return Verdict(
         Code.MISSED,
         False,
@@ -220,7 +176,42 @@ def _not_found(observed: Observation, whole: Snapshot, second: Snapshot) -> Verd
     )
 
 
+class Cause(NamedTuple):
+    """A possible cause. It applies if ``counts``, by tier or reason, is not empty."""
+
+    code: Code
+    counts: Mapping[str, float]
+    description: str
+    fix: str
+
+
+def _causes(observed: Observation, whole: Snapshot, second: Snapshot) -> Iterator[Cause]:
+    """Yields possible causes of a miss, the likeliest first."""
+    log = "vLLM's log says why"
+    yield Cause(Code.FAILED, second.sums_by(FAILED, "tier", "reason"), "transfers failed", log)
+    damaged = second.sums_by(CORRUPT, "tier")
+    fix = "suspect the disk or the memory"
+    yield Cause(Code.CORRUPT, damaged, "chunks came back damaged", fix)
+    late = second.sums_by(DEADLINE, "tier")
+    yield Cause(Code.DEADLINE, late, "reading took too long", "set fetch.deadline_ms to more")
+    fix = "see `kvstow doctor`, and vLLM's log"
+    yield Cause(Code.BYPASSED, dict(_open(observed.after)), "a tier is bypassed", fix)
+    decisions = second.sums_by(DECISIONS, "tier", "decision")
+    against = {
+        key: count for key, count in decisions.items() if key.split()[-1] in ("short", "recompute")
+    }
+    yield Cause(
+        Code.COMPUTED,
+        against,
+        "kvstow decided against loading it: computing is expected to be faster",
+        "a longer prompt (--prompt-tokens); fetch.min_tokens 0 loads always",
+    )
+    evicted = whole.sums_by(EVICTED, "tier")
+    yield Cause(Code.EVICTED, evicted, "chunks had to make room", "set memory.size to more")
+
+
 def _open(snapshot: Snapshot) -> Iterator[tuple[str, float]]:
+    """Yields the tiers whose breaker is open, and their state."""
     for tier, state in snapshot.sums_by(STATE, "tier").items():
         if state >= OPEN:
             yield tier, state
