@@ -13,7 +13,8 @@ from kvstow.device.accelerator import Arena, BatchCopy, CudaAccelerator, Segment
 from kvstow.device.base import Device, Transfer
 from kvstow.device.cuda import CudaDevice
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.testing.device_suite import DeviceSuite, Host
+from kvstow.testing.device_suite import DeviceSuite
+from kvstow.testing.guarded_pool import Host
 from kvstow.testing.kv_layouts import Built
 
 pytestmark = [

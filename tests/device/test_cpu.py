@@ -16,7 +16,8 @@ from kvstow.device.page_copy import (
 )
 from kvstow.errors import CopyError
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.testing.device_suite import DeviceSuite, everything
+from kvstow.testing.device_suite import DeviceSuite
+from kvstow.testing.guarded_pool import everything
 from kvstow.testing.manual import ManualClock, ManualExecutor
 
 

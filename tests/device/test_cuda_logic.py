@@ -12,7 +12,8 @@ from kvstow.device.cuda import CudaDevice
 from kvstow.device.plan import Move, attach_groups
 from kvstow.device.segments import GroupAddresses
 from kvstow.errors import CopyError
-from kvstow.testing.device_suite import DeviceSuite, Host
+from kvstow.testing.device_suite import DeviceSuite
+from kvstow.testing.guarded_pool import Host
 from kvstow.testing.kv_layouts import Built, block_bytes
 from kvstow.testing.manual import ManualClock, ManualExecutor
 from tests.device.fake_accelerator import FakeAccelerator

@@ -13,7 +13,8 @@ import torch
 
 from kvstow.device.base import Transfer
 from kvstow.device.cuda import CudaDevice
-from kvstow.testing.device_suite import DeviceSuite, Host
+from kvstow.testing.device_suite import DeviceSuite
+from kvstow.testing.guarded_pool import Host
 from kvstow.testing.kv_layouts import Built
 from kvstow.testing.manual import ManualClock, ManualExecutor
 from tests.device.fake_accelerator import FakeAccelerator

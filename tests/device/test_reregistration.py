@@ -7,7 +7,7 @@ import weakref
 
 from kvstow.device.base import Transfer
 from kvstow.device.cpu import CpuDevice
-from kvstow.testing.device_suite import Host, everything
+from kvstow.testing.guarded_pool import Host, everything
 from kvstow.testing.kv_layouts import LAYOUTS, Built, Shape, fill
 from kvstow.testing.manual import ManualClock, ManualExecutor
 

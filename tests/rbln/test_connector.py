@@ -20,7 +20,7 @@ from kvstow.device.rbln.device import RblnDevice  # noqa: E402
 from kvstow.device.rbln.runtime import TorchRbln  # noqa: E402
 from kvstow.errors import UnsupportedError  # noqa: E402
 from kvstow.runtime import SystemClock, ThreadExecutor  # noqa: E402
-from kvstow.testing.device_suite import Host  # noqa: E402
+from kvstow.testing.guarded_pool import Host  # noqa: E402
 from kvstow.testing.kv_layouts import Built, Shape, block_bytes, fill  # noqa: E402
 from kvstow.vllm import rbln_config  # noqa: E402
 from kvstow.vllm.groups import _refuse_unserved_layer  # noqa: E402

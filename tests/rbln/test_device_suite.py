@@ -16,7 +16,8 @@ from kvstow.device.rbln.runtime import TorchRbln
 from kvstow.errors import UnsupportedError
 from kvstow.layout import GroupPages
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.testing.device_suite import DeviceSuite, everything
+from kvstow.testing.device_suite import DeviceSuite
+from kvstow.testing.guarded_pool import everything
 from kvstow.testing.kv_layouts import Built, Shape, fill
 from tests.rbln import emulator, layouts
 

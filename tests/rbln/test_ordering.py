@@ -13,7 +13,7 @@ from kvstow.device.rbln.device import RblnDevice
 from kvstow.device.rbln.runtime import TorchRbln
 from kvstow.layout import Place, Span
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.testing.device_suite import Host
+from kvstow.testing.guarded_pool import Host
 from kvstow.testing.kv_layouts import Built, Shape, fill
 from tests.rbln import emulator, layouts
 

@@ -21,7 +21,7 @@ from kvstow.backends.base import Done
 from kvstow.backends.disk import DiskStore
 from kvstow.cli import app
 from kvstow.cli.disk import _model
-from kvstow.cli.output import measured
+from kvstow.cli.output import format_bytes
 from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
 from kvstow.key import Namespace
 from kvstow.testing.store_suite import make_key, write_one
@@ -255,7 +255,7 @@ def test_measured_bytes_are_decimal_everywhere(tmp_path: Path) -> None:
         "disk", "du", "--path", str(tmp_path)
     )
     assert "iB" not in shown
-    assert measured(127 << 20) == "133.2MB"
+    assert format_bytes(127 << 20) == "133.2MB"
 
 
 def test_a_question_that_is_declined_is_no_wrong_call(

@@ -18,9 +18,9 @@ from kvstow.pool.policy.lru import LRU
 from kvstow.pool.pool import HostPool
 from kvstow.runtime import Clock, SystemClock, ThreadExecutor
 from kvstow.testing.faults import Fault, Gate
-from kvstow.testing.file_store import FileStore
 from kvstow.testing.manual import ManualClock
 from kvstow.tiers import Tier, TierLimits
+from tests.rigs.file_store import FileStore
 from tests.unit.rig import FRAME_BYTES, LAYOUT, MISS0, TOKENS, Rig, fill, hit, key, keys
 
 CHUNKS = range(12)
@@ -112,7 +112,7 @@ def test_what_an_idle_engine_has_stored_outlives_a_sigkill(tmp_path: Path) -> No
 import os, signal
 from pathlib import Path
 from kvstow.runtime import SystemClock
-from kvstow.testing.file_store import FileStore
+from tests.rigs.file_store import FileStore
 from tests.store.test_engine_over_files import Served
 served = Served(FileStore(Path({str(tmp_path / "s")!r}), delay_s=0.01), SystemClock())
 served.store_one_request()

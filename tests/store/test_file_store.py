@@ -5,8 +5,8 @@ import pytest
 
 from kvstow.backends.base import Store
 from kvstow.errors import StoreUnavailable
-from kvstow.testing.file_store import FileStore
 from kvstow.testing.store_suite import StoreSuite, make_key, read_one, write_one
+from tests.rigs.file_store import FileStore
 
 
 class TestFileStore(StoreSuite):

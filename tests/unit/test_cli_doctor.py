@@ -12,7 +12,7 @@ import pytest
 from kvstow.cli.doctor import host, rbln, stored, versions
 from kvstow.cli.doctor import settings as setting_checks
 from kvstow.cli.doctor.mounts import Filesystem, filesystem_of
-from kvstow.cli.doctor.rbln import Ran, check_rds
+from kvstow.cli.doctor.rbln import CommandResult, check_rds
 from kvstow.cli.doctor.result import Result, Status, bounded, ok
 from kvstow.cli.doctor.versions import Package, check_versions
 from kvstow.settings import Memory, Settings, parse
@@ -342,10 +342,10 @@ def test_a_mount_with_a_space_in_its_name() -> None:
 # --- RBLN direct storage ----------------------------------------------------------------------------------------------
 
 
-def rds(*answers: Ran, wanted: bool = True, systemd: bool = True) -> list[Result]:
+def rds(*answers: CommandResult, wanted: bool = True, systemd: bool = True) -> list[Result]:
     left = list(answers)
 
-    def ask(command: Sequence[str]) -> Ran:
+    def ask(command: Sequence[str]) -> CommandResult:
         assert "rebel" in " ".join(command)
         return left.pop(0)
 
@@ -354,8 +354,8 @@ def rds(*answers: Ran, wanted: bool = True, systemd: bool = True) -> list[Result
     return found
 
 
-ACTIVE = Ran(0, "active\n", "")
-DEVICES = Ran(0, "some banner\nrds True 4\n", "a warning")
+ACTIVE = CommandResult(0, "active\n", "")
+DEVICES = CommandResult(0, "some banner\nrds True 4\n", "a warning")
 
 
 def test_rds_that_works() -> None:
@@ -372,24 +372,30 @@ def test_rds_in_a_container() -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (Ran(None, "", ""), "no answer within"),
-        (Ran(-11, "", ""), "exit code -11"),
-        (Ran(1, "", "Traceback\nImportError: no librbln.so"), "ImportError: no librbln.so"),
-        (Ran(0, "rds False 0\n", ""), "available: False"),
-        (Ran(0, "rds True 0\n", ""), "devices: 0"),
-        (Ran(0, "", ""), "exit code 0"),
+        (CommandResult(None, "", ""), "no answer within"),
+        (CommandResult(-11, "", ""), "exit code -11"),
+        (
+            CommandResult(1, "", "Traceback\nImportError: no librbln.so"),
+            "ImportError: no librbln.so",
+        ),
+        (CommandResult(0, "rds False 0\n", ""), "available: False"),
+        (CommandResult(0, "rds True 0\n", ""), "devices: 0"),
+        (CommandResult(0, "", ""), "exit code 0"),
     ],
 )
 @pytest.mark.parametrize(("wanted", "status"), [(True, Status.FAILED), (False, Status.WARNING)])
-def test_rds_that_does_not(answer: Ran, said: str, wanted: bool, status: Status) -> None:
+def test_rds_that_does_not(answer: CommandResult, said: str, wanted: bool, status: Status) -> None:
     _, library = rds(ACTIVE, answer, wanted=wanted)
     assert library.status is status
     assert said in library.found
     assert library.fix
 
 
-@pytest.mark.parametrize("answer", [Ran(3, "inactive\n", ""), Ran(4, "", ""), Ran(None, "", "")])
-def test_a_service_that_does_not_run(answer: Ran) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [CommandResult(3, "inactive\n", ""), CommandResult(4, "", ""), CommandResult(None, "", "")],
+)
+def test_a_service_that_does_not_run(answer: CommandResult) -> None:
     service, _ = rds(answer, DEVICES)
     assert service.status is Status.FAILED
     assert rbln.UNIT in service.found

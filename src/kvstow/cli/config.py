@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from kvstow.cli.conflicts import conflicts
-from kvstow.cli.output import PIPED_COLUMNS, printable
+from kvstow.cli.output import PIPED_COLUMNS
 from kvstow.errors import SettingsError
 from kvstow.settings import Effective, convert_lmcache, leaves, load, parse, redact_url
 from kvstow.settings.sections.kinds import OPTIONS, SECRET, SIZE
 from kvstow.settings.values import MASK, format_size
+from kvstow.text import printable
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -29,8 +30,8 @@ MISSING = "what is masked is left out: put it in"
 def config(context: typer.Context, file: FileOption = None, as_json: JsonOption = False) -> None:
     """Show every setting, its value, and where that came from.
 
-    Reads the defaults, the YAML file and the KVSTOW_* variables of this shell. What vLLM is given as
-    kv_connector_extra_config overrides them; vLLM's log shows the outcome at start.
+    Reads the defaults, the YAML file and the KVSTOW_* variables of this shell. What vLLM is given
+    as kv_connector_extra_config overrides them; vLLM's log shows the outcome at start.
     """
     if context.invoked_subcommand is not None:
         return

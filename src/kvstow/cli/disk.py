@@ -17,7 +17,8 @@ import typer
 from kvstow.backends.disk import frame_check
 from kvstow.backends.disk.scan import NamespaceUsage
 from kvstow.cli.data_directory import DataDirectory, DirectoryUsage, DirectoryView, EmptyDirectory
-from kvstow.cli.output import PIPED_COLUMNS, measured, printable
+from kvstow.cli.output import PIPED_COLUMNS, format_bytes
+from kvstow.text import printable
 from kvstow.errors import SettingsError, StoreError
 from kvstow.runtime import SystemClock
 from kvstow.settings import load
@@ -63,7 +64,7 @@ def ls(path: PathOption = None, as_json: JsonOption = False) -> None:
                 row["namespace"][:SHOWN_DIGITS],
                 row["model"],
                 row["chunks"],
-                measured(row["bytes"]),
+                format_bytes(row["bytes"]),
                 _age(row["newest_age_s"]),
                 _age(row["oldest_age_s"]),
                 row["path"],
@@ -92,12 +93,12 @@ def du(path: PathOption = None, as_json: JsonOption = False) -> None:
         [
             (
                 usage.path,
-                measured(usage.counted.bytes),
+                format_bytes(usage.counted.bytes),
                 sum(namespace.chunks for namespace in usage.counted.namespaces),
                 usage.counted.quarantined,
-                "unknown" if usage.ledger_bytes is None else measured(usage.ledger_bytes),
+                "unknown" if usage.ledger_bytes is None else format_bytes(usage.ledger_bytes),
                 usage.processes,
-                measured(usage.free_bytes),
+                format_bytes(usage.free_bytes),
             )
             for _, usage in looked
         ],
@@ -376,7 +377,7 @@ def _print_removed(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
             f"{row['quarantined']} quarantined files removed, " if row.get("quarantined") else ""
         )
         print(
-            f"{row['path']}: {row['chunks']} chunks removed, {files}{measured(row['bytes'])} freed"
+            f"{row['path']}: {row['chunks']} chunks removed, {files}{format_bytes(row['bytes'])} freed"
         )
 
 

@@ -1,4 +1,4 @@
-"""``kvstow``: what an operator asks without starting an engine. Needs neither vLLM nor torch."""
+"""The command ``kvstow``. It starts no engine and needs neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import typer
 from kvstow import __version__
 from kvstow.cli import config, disk
 from kvstow.cli.doctor import doctor
-from kvstow.cli.output import lenient, printable
+from kvstow.cli.output import prepare_output
 from kvstow.cli.verify import verify_offload
 from kvstow.errors import KVStowError, SettingsError
+from kvstow.text import printable
 
 EXIT_SETTINGS = 2
 EXIT_FAILED = 1
@@ -32,20 +33,19 @@ app.command()(verify_offload)
 
 
 class Page(StrEnum):
+    """A generated page of the reference documentation."""
+
     settings = "settings"
     metrics = "metrics"
     lmcache = "lmcache"
 
 
 def main() -> NoReturn:
-    """Entry point. Exit code 2: a setting is wrong; 1: the command failed."""
-    lenient()
+    """Runs the command. Exit code 2: a setting is wrong; 1: the command failed."""
+    prepare_output()
     try:
         app()
-    except (
-        KVStowError,
-        OSError,
-    ) as error:  # the latter: no room where it prints, a directory that can't be read
+    except (KVStowError, OSError) as error:
         print(f"kvstow: {printable(str(error))}", file=sys.stderr)
         sys.exit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_FAILED)
     sys.exit(0)
@@ -69,7 +69,9 @@ def root(version: VersionOption = False) -> None:
 
 @app.command()
 def reference(page: Page) -> None:
-    """Print a page of the reference documentation, as Markdown: all settings, metrics, or LMCache's keys."""
+    """Print a page of the reference documentation, as Markdown: all settings, metrics, or LMCache's
+    keys.
+    """
     from kvstow.cli.reference import lmcache_page, metrics_page, settings_page
 
     pages = {Page.settings: settings_page, Page.metrics: metrics_page, Page.lmcache: lmcache_page}

@@ -1,4 +1,4 @@
-"""What is printed: on whatever terminal, pipe or file, and never as a terminal's commands."""
+"""Output to terminals, pipes and files, free of terminal control characters."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import os
 import sys
 from typing import Final
 
-from kvstow.text import printable as printable
-
-PIPED_COLUMNS: Final = 10_000  # of a table that isn't on a terminal: a row a line, for grep
+PIPED_COLUMNS: Final = 10_000  # width of tables in pipes: a line each row, for grep
 
 
-def measured(size: int) -> str:
-    """Bytes that were counted, in decimal units: ``133.1MB``. (Settings are shown in the unit that divides them.)"""
+def format_bytes(size: int) -> str:
+    """Formats counted bytes in decimal units, such as ``133.1MB``."""
     for power, letter in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "k")):
         if size >= 1000**power:
             return f"{size / 1000**power:.4g}{letter}B"
     return f"{size}B"
 
 
-def lenient() -> None:
-    """What the output's encoding doesn't have is replaced; closed output is as ``/dev/null``."""
+def prepare_output() -> None:
+    """Makes the streams replace characters that their encoding lacks.
+
+    Closed ones become ``/dev/null``.
+    """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

@@ -1,7 +1,8 @@
-"""Reference pages from the tables in the code: what they say can't differ from what it does."""
+"""Reference pages of the documentation, generated from the tables in the code."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from kvstow.metrics import METRICS
@@ -93,22 +94,23 @@ A key that LMCache doesn't have is ignored too, with a warning that names the ne
 
 
 def lmcache_page() -> str:
-    """``docs/reference/lmcache.md``."""
-    extra = [Key(name, Fate.MAPPED, why) for name, why in EXTRA_MAPPED.items()] + [
-        *EXTRA_KEYS.values()
-    ]
-    tables = (
-        "\n".join(f"| `{k.name}` | {k.fate} | {k.why} |" for k in keys)
-        for keys in (KEYS.values(), extra)
+    """The text of ``docs/reference/lmcache.md``."""
+    mapped = [Key(name, Fate.MAPPED, why) for name, why in EXTRA_MAPPED.items()]
+    older = ", ".join(f"`{old}` ({new})" for old, new in ALIASES.items())
+    return (
+        f"{_LMCACHE}{_key_rows(KEYS.values())}\n\n"
+        "## Keys of `extra_config`\n\n| key | | |\n|---|---|---|\n"
+        f"{_key_rows([*mapped, *EXTRA_KEYS.values()])}\n\n"
+        f"## Older names\n\n{older}.\n"
     )
-    also = ", ".join(f"`{old}` ({new})" for old, new in ALIASES.items())
-    return "\n\n## Keys of `extra_config`\n\n| key | | |\n|---|---|---|\n".join(tables).join(
-        (_LMCACHE, f"\n\n## Older names\n\n{also}.\n")
-    )
+
+
+def _key_rows(keys: Iterable[Key]) -> str:
+    return "\n".join(f"| `{key.name}` | {key.fate} | {key.why} |" for key in keys)
 
 
 def settings_page() -> str:
-    """``docs/reference/settings.md``."""
+    """The text of ``docs/reference/settings.md``."""
     rows = [
         f"| `{leaf.key}` | `{leaf.variable}` | {leaf.accepts} | `{leaf.show(leaf.default)}` |"
         for leaf in leaves()
@@ -118,7 +120,7 @@ def settings_page() -> str:
 
 
 def metrics_page() -> str:
-    """``docs/reference/metrics.md``."""
+    """The text of ``docs/reference/metrics.md``."""
     rows: list[str] = []
     for name, spec in METRICS.items():
         labels = ", ".join(f"`{label}`" for label in spec.labels) or "–"

@@ -1,4 +1,4 @@
-"""A codec by the name that settings and the command line use."""
+"""Codecs by the names that settings use."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ NAMES: Final = ("raw", "lossless", "fp8", "int8", *(f"quantized:{rate}" for rate
 
 
 def codec(name: str) -> Codec:
-    """``quantized`` alone is its middle rate. Raises ``SettingsError`` for a name that is none."""
-    match name.split(":"):
-        case ["raw"]:
-            return Raw()
-        case ["lossless"]:
-            return Lossless()
-        case ["fp8"]:
-            return fp8()
-        case ["int8"]:
-            return int8()
-        case ["quantized"]:
-            return Quantized()
-        case ["quantized", rate] if rate in RATES:
-            return Quantized(rate)
-    raise SettingsError(f"codec {name!r} is none of {', '.join(NAMES)}")
+    """Returns the codec of a name. ``quantized`` alone is its middle rate.
+
+    Raises ``SettingsError`` for another name.
+    """
+    found = _by_name().get(name)
+    if found is None:
+        raise SettingsError(f"codec {name!r} is none of {', '.join(NAMES)}")
+    return found
 
 
 def known(kind: Kind) -> Codec | None:
-    """The codec that reads what a frame says it is. None: there is none here."""
+    """Returns the codec that decodes frames of a kind, or None if this version has none."""
     return _by_kind().get(kind)
 
 
 @cache
+def _by_name() -> Mapping[str, Codec]:
+    codecs: list[Codec] = [Raw(), Lossless(), fp8(), int8()]
+    found = {one.name: one for one in codecs}
+    found["quantized"] = Quantized()
+    for rate in RATES:
+        found[f"quantized:{rate}"] = Quantized(rate)
+    return found
+
+
+@cache
 def _by_kind() -> Mapping[Kind, Codec]:
-    return {one.kind: one for one in map(codec, NAMES) if one.kind.codec_id}
+    return {one.kind: one for one in _by_name().values() if one.kind.codec_id}

@@ -1,7 +1,7 @@
-"""An encoded span: a header that says what it holds, a table of stream lengths, the streams.
+"""The format of an encoded span: a header, a table of stream lengths, the streams.
 
-Little-endian. The frame around it has the checksums; here lengths and bounds are checked, so that no bytes whatever
-make a decoder read or reserve more than the shape that it was given allows.
+Little-endian. The frame around it has the checksums. Here lengths and bounds are checked, so that
+no bytes make a decoder read or allocate more than its shape allows.
 
 ====== ====== ==========================================================
 offset length field
@@ -18,7 +18,8 @@ offset length field
 64     4 each lengths of the streams, which follow
 ====== ====== ==========================================================
 
-Each stream begins at a multiple of 8 behind what is before it, so that numpy reads words in place; zeros fill the gaps.
+Each stream begins at a multiple of 8 behind what is before it, so that numpy reads words in place;
+zeros fill the gaps.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ALIGN: Final = 8  # bytes
 
 
 class Kind(NamedTuple):
-    """Which codec made a span, in which version and with which parameters."""
+    """A codec, its version and its parameters."""
 
     codec_id: int
     version: int
@@ -49,7 +50,7 @@ class Kind(NamedTuple):
 
 
 def overhead(streams: int) -> int:
-    """Bytes of header, table and gaps, at most."""
+    """The most bytes that header, table and gaps take."""
     return _HEAD.size + streams * (_LENGTH.size + _ALIGN - 1)
 
 
@@ -58,6 +59,7 @@ def _aligned(at: int) -> int:
 
 
 def header(kind: Kind, shape: KVShape, streams: int) -> bytes:
+    """The header of a span."""
     axes = (shape.layers, shape.blocks, shape.planes, shape.heads, shape.tokens, shape.size)
     return _HEAD.pack(
         _MAGIC,
@@ -73,7 +75,7 @@ def header(kind: Kind, shape: KVShape, streams: int) -> bytes:
 
 
 class Writer:
-    """Fills ``out`` from its start, stream by stream."""
+    """Writes a span into ``out``, stream by stream."""
 
     def __init__(self, out: memoryview, kind: Kind, shape: KVShape, streams: int) -> None:
         self._out = out
@@ -82,7 +84,7 @@ class Writer:
         out[: _HEAD.size] = header(kind, shape, streams)
 
     def room(self, length: int) -> Array:
-        """The next stream's bytes, for the caller to fill."""
+        """Returns the next stream's bytes, which the caller fills."""
         if self._next == self._table_end:
             raise ValueError("more streams than announced")
         _LENGTH.pack_into(self._out, self._next, length)
@@ -93,6 +95,7 @@ class Writer:
         return np.frombuffer(self._out[begin : self._at], np.uint8)
 
     def add(self, stream: bytes | Array) -> None:
+        """Write the next stream."""
         data = (
             np.frombuffer(stream, np.uint8)
             if isinstance(stream, bytes)
@@ -100,24 +103,30 @@ class Writer:
         )
         self.room(len(data))[:] = data
 
-    def add_packed(self, packer: Packer, symbols: Array, plain: int = 0) -> None:
-        """Entropy-coded where that is shorter, but for the last ``plain``."""
-        packed = packer.pack(symbols[: len(symbols) - plain] if plain else symbols)
-        if packed is None or not plain:
+    def add_packed(self, packer: Packer, symbols: Array, uncoded: int = 0) -> None:
+        """Write the next stream, entropy-coded if that is shorter, all but the last ``uncoded``
+        symbols.
+        """
+        packed = packer.pack(symbols[: len(symbols) - uncoded] if uncoded else symbols)
+        if packed is None or not uncoded:
             self.add(symbols if packed is None else packed)
             return
-        room = self.room(len(packed) + plain)
-        room[: len(packed)], room[len(packed) :] = np.frombuffer(packed, np.uint8), symbols[-plain:]
+        room = self.room(len(packed) + uncoded)
+        room[: len(packed)] = np.frombuffer(packed, np.uint8)
+        room[len(packed) :] = symbols[-uncoded:]
 
     def end(self) -> int:
-        """Bytes written."""
+        """Returns the bytes written."""
         if self._next != self._table_end:
             raise ValueError("fewer streams than announced")
         return self._at
 
 
 class Reader:
-    """The streams of an encoded span, in order. Raises ``FrameError`` unless it is one of ``kind`` and ``shape``."""
+    """Reads the streams of a span in order.
+
+    Raises ``FrameError`` unless the span is of ``kind`` and ``shape``.
+    """
 
     def __init__(self, encoded: memoryview, kind: Kind, shape: KVShape, streams: int) -> None:
         at = _HEAD.size + streams * _LENGTH.size
@@ -134,10 +143,11 @@ class Reader:
         self._streams.reverse()
 
     def take(self) -> memoryview:
+        """Returns the next stream."""
         return self._streams.pop()
 
     def exactly(self, length: int) -> Array:
-        """The next stream, which must have ``length`` bytes."""
+        """Returns the next stream, which must have ``length`` bytes."""
         stream = self.take()
         if len(stream) != length:
             raise FrameError(f"a stream of {len(stream)} bytes, not {length}")

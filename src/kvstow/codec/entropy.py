@@ -1,13 +1,15 @@
-"""Order-0 entropy coding of bytes: zstd frames that are almost pure Huffman ("zstd-huf").
+"""Order-0 entropy coding of bytes, as zstd frames of Huffman-coded literals ("zstd-huf").
 
-KV has no matches worth finding, so zstd's search is made to skip ahead: strategy fast, a table of 64 entries, and the
-largest step (``target_length``). A step makes zstd store literals as they are, which its literal compression mode,
-experimental parameter 5, overrides. Exponents of bfloat16 KV, one core: 0.9 GB/s where a plain search reached 0.3 to
-0.5, and not a byte longer. Should zstd drop the parameter, the plain search is used; the format is zstd's either way.
+KV has no matches worth finding, so zstd's search is made to skip ahead: strategy fast, a table of
+64 entries, and the largest step (``target_length``). A step makes zstd store literals as they are,
+which its literal compression mode, experimental parameter 5, overrides. Exponents of bfloat16 KV,
+one core: 0.9 GB/s where a plain search reached 0.3 to 0.5, and not a byte longer. Should zstd drop
+the parameter, the plain search is used; the format is zstd's either way.
 
-Frames of 128 KiB and more decode fastest: a decoder costs 9 us to make, and each block of 128 KiB has its own table. A
-segment is as long as suits numpy, too, each of whose steps costs a microsecond before it begins, or several where
-caches are shared with others: lossless decoding was 5 % faster with segments of 1.5 Mi numbers than of half as many.
+Frames of 128 KiB and more decode fastest: a decoder costs 9 us to make, and each block of 128 KiB
+has its own table. A segment is as long as suits numpy, too, each of whose steps costs a microsecond
+before it begins, or several where caches are shared with others: lossless decoding was 5 % faster
+with segments of 1.5 Mi numbers than of half as many.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _HUFFMAN: Final = {
 }
 _DECODER: Final[Mapping[int, int]] = {DecompressionParameter.window_log_max: MAX_WINDOW_LOG + 1}
 _SAMPLE: Final = 2048
-_WORTH_BITS: Final = 7.4  # of 8: what saves less is stored
+_WORTH_BITS: Final = 7.4  # of 8 a byte: with more, the bytes are stored as they are
 
 
 @cache
@@ -56,13 +58,15 @@ def _options() -> Mapping[int, int]:
 
 
 class Packer:
-    """A compressor to use again and again, on one thread."""
+    """A compressor that one thread may use repeatedly."""
 
     def __init__(self) -> None:
         self._zstd = zstd.ZstdCompressor(options=_options())
 
     def pack(self, symbols: Array) -> bytes | None:
-        """``symbols`` (bytes, contiguous) as one frame. None: that would not be shorter than they are."""
+        """Returns contiguous ``symbols`` (bytes) as one frame, or None if that would not be
+        shorter.
+        """
         data = symbols.reshape(-1).data
         self._zstd.set_pledged_input_size(len(data))
         frame = self._zstd.compress(data, zstd.ZstdCompressor.FLUSH_FRAME)
@@ -70,9 +74,11 @@ class Packer:
 
 
 def unpack(data: memoryview, length: int) -> Array:
-    """``length`` symbols from what ``pack`` made, or from themselves where they were stored. Raises ``FrameError``.
+    """Returns ``length`` symbols from a frame of ``pack``, or from ``data`` itself if it is as
+    long.
 
-    Reserves memory for ``length`` bytes and one window at most, whatever ``data`` says.
+    Allocates ``length`` bytes and one window at most, whatever ``data`` says. Raises
+    ``FrameError``.
     """
     if len(data) == length:
         return np.frombuffer(data, np.uint8)
@@ -87,7 +93,7 @@ def unpack(data: memoryview, length: int) -> Array:
 
 
 def worth_packing(symbols: Array) -> bool:
-    """Whether a sample of the bytes has an entropy that pays for coding them."""
+    """Whether coding the bytes pays, by the entropy of a sample."""
     sample = symbols[:: max(1, len(symbols) // _SAMPLE)]
     counts = np.bincount(sample, minlength=256)
     share = counts[counts > 0] / len(sample)

@@ -1,8 +1,9 @@
-"""A tier's codec over whole frames: sealed and raw in, coded out, and back.
+"""Encoding and decoding of whole frames.
 
-A coded frame has the raw one's header but for the codec, its parameters (a byte for the codec's version, then its own)
-and the spans, one a shard, each encoded by itself. It says what it is, so a tier reads what another codec wrote, or
-the same one with other parameters. It is never longer than the raw frame: what coding does not shorten is written raw.
+A coded frame has the raw frame's header, except for the codec, its parameters (a byte for the
+codec's version, then its own) and the spans: one a shard, each encoded by itself. The header names
+the codec, so a tier reads frames of other codecs and parameters. A coded frame is never longer than
+the raw one: if coding does not shorten it, it is written raw.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ _ZEROS: Final = bytes(ALIGN)
 
 
 class FrameCoder:
-    """Any thread; each that codes keeps one buffer, of the longest frame that ``codec`` may come to.
+    """Encodes frames with one codec and decodes those of every known one. Threads may share it.
 
-    ``shapes[g][s]`` is what the payload of shard ``s`` of group ``g`` is. ``known`` gives the codec of a kind.
-    The constructor raises ``UnsupportedError``, saying why, where the codec does not suit the KV.
+    ``shapes[g][s]`` is the shape of the payload of shard ``s`` of group ``g``. ``known`` returns
+    the codec of a kind, or None. The constructor raises ``UnsupportedError``, with the reason, if
+    the codec does not suit the KV. Each thread that codes keeps one buffer, of the longest frame
+    that ``codec`` may write.
     """
 
     def __init__(
@@ -56,17 +59,22 @@ class FrameCoder:
         self._mine = threading.local()
 
     def _buffer(self) -> memoryview:
-        """This thread's, aligned for direct I/O."""
+        """This thread's buffer, aligned for direct I/O."""
         buffer: memoryview | None = getattr(self._mine, "buffer", None)
         if buffer is None:
             buffer = self._mine.buffer = private_memory(self._buffer_bytes, "codec", at_once=True)
         return buffer
 
     def encode(self, sealed: memoryview, integrity_key: bytes | None) -> memoryview:
-        """The coded frame of a sealed one, good until this thread's next call; ``sealed`` itself where coding does not
-        shorten it. Not called where ``codes`` is False."""
+        """Returns the coded frame of a sealed one, or ``sealed`` itself if coding does not shorten
+        it.
+
+        The result is valid until this thread's next call. Not called if ``codes`` is False.
+        """
         header = frame.parse_header(sealed[:HEADER_BYTES])
-        out, payload, lengths = self._buffer(), PayloadChecksum(integrity_key), []
+        out = self._buffer()
+        payload = PayloadChecksum(integrity_key)
+        lengths = []
         at = HEADER_BYTES
         for span, shape in zip(header.spans, self._shapes[header.key.group], strict=True):
             room = out[at : at + self._codec.max_encoded_bytes(shape)]
@@ -91,19 +99,23 @@ class FrameCoder:
         return out[:at]
 
     def knows(self, header: FrameHeader) -> bool:
-        """Whether ``decode`` can read a frame of this codec and parameters."""
-        return self._of(header) is not None
+        """Whether ``decode`` reads frames of this header's codec and parameters."""
+        return self._codec_of(header) is not None
 
-    def _of(self, header: FrameHeader) -> Codec | None:
-        version, parameters = header.codec_parameters[:1], header.codec_parameters[1:]
-        return self._known(Kind(header.codec_id, version[0], parameters)) if version else None
+    def _codec_of(self, header: FrameHeader) -> Codec | None:
+        if not header.codec_parameters:
+            return None
+        version = header.codec_parameters[0]
+        return self._known(Kind(header.codec_id, version, header.codec_parameters[1:]))
 
     def decode(self, slot: memoryview, header: FrameHeader) -> None:
-        """Turn the checked, coded frame at the start of ``slot`` into its payload, in place. The header page is zeroed.
+        """Replace the checked, coded frame at the start of ``slot`` by its payload, and zero the
+        header page.
 
-        Raises ``FrameError`` for what the codec cannot have written; ``slot`` is then undefined.
+        Raises ``FrameError`` if the codec did not write it; ``slot`` is then undefined.
         """
-        codec, group = self._of(header), self._layout.groups[header.key.group]
+        codec = self._codec_of(header)
+        group = self._layout.groups[header.key.group]
         if codec is None:
             raise FrameError(
                 f"codec {header.codec_id} with parameters {header.codec_parameters.hex()} is not known"

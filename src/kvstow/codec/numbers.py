@@ -1,4 +1,4 @@
-"""Numbers of every floating type to float32 and back, without leaving numpy."""
+"""Conversion of every floating type to float32 and back, with numpy alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _HIGHEST: Final = {
 
 
 def require_floats(name: str, shape: KVShape) -> None:
-    """What every lossy codec asks for at start."""
+    """Raise ``UnsupportedError`` unless KV is of a floating type in a known layout, as lossy codecs
+    need.
+    """
     if not shape.known:
         raise UnsupportedError(f"codec {name}: the layout of the KV is not known; use lossless")
     if shape.dtype not in _HIGHEST:
@@ -27,7 +29,7 @@ def require_floats(name: str, shape: KVShape) -> None:
 
 
 def widen(words: Array, dtype: str, out: Array) -> None:
-    """``words`` (bits of ``dtype``) as float32, exactly."""
+    """Convert ``words`` (bits of ``dtype``) to float32, exactly."""
     if dtype == "bfloat16":
         bits = out.view(np.uint32)
         np.copyto(bits, words)
@@ -39,13 +41,15 @@ def widen(words: Array, dtype: str, out: Array) -> None:
 
 
 def narrow(values: Array, dtype: str, out: Array) -> None:
-    """Finite float32 ``values``, which are overwritten, as bits of ``dtype``, rounded to nearest, never to infinity."""
+    """Round finite float32 ``values`` to the nearest bits of ``dtype``, never to infinity.
+
+    ``values`` is overwritten.
+    """
     highest = _HIGHEST[dtype]
     if dtype == "bfloat16":
         bits = values.view(np.uint32)
-        np.add(
-            bits, 0x8000, out=bits
-        )  # ties go away from zero; no finite product of a codec reaches the last binade
+        # Ties go away from zero. No finite product of a codec reaches the last binade.
+        np.add(bits, 0x8000, out=bits)
         np.right_shift(bits, 16, out=bits)
         np.copyto(out, bits, casting="unsafe")
     elif dtype == "float16":

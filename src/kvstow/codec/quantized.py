@@ -1,19 +1,22 @@
-"""A lossy codec with a choice of rates: means are subtracted, the rest is quantised and entropy-coded.
+"""A lossy codec with a choice of rates: means are subtracted, the rest is quantised and
+entropy-coded.
 
 It takes the place of CacheGen, by another method: docs/reference/codecs.md compares them.
 
-For each layer the mean of each channel over the chunk's tokens is subtracted, and what is left is rounded to multiples
-of one step for K and one for V, a fixed part of σ, the root mean square of the residuals. One step for all channels
-spends bits where the variance is: at a given rate that is the least mean square error.
+For each layer the mean of each channel over the chunk's tokens is subtracted, and what is left is
+rounded to multiples of one step for K and one for V, a fixed part of σ, the root mean square of the
+residuals. One step for all channels spends bits where the variance is: at a given rate that is the
+least mean square error.
 
-Tokens that stand out would be ruined by a step made for the others, and the model with them. Attention sinks, a
-prompt's first token above all, are known by their norms: K and V far *smaller* than the median token's, because
-attention uses them as a place that says nothing; noise of an ordinary token's size says a lot there. Those tokens,
-tokens of far more than the median energy, and any number that a symbol cannot express or that is not finite are left
-out of the mean and kept exactly, K and V, in the layers where they stand out: 0.2 to 0.7 % of the numbers.
+Tokens that stand out would be ruined by a step made for the others, and the model with them.
+Attention sinks, a prompt's first token above all, are known by their norms: K and V far *smaller*
+than the median token's, because attention uses them as a place that says nothing; noise of an
+ordinary token's size says a lot there. Those tokens, tokens of far more than the median energy, and
+any number that a symbol cannot express or that is not finite are left out of the mean and kept
+exactly, K and V, in the layers where they stand out: 0.2 to 0.7 % of the numbers.
 
-Streams: for each segment the symbols; then steps (float32), high bytes and low bytes of the means (int16, in eighths
-of a step), a bit for each (layer, token) that is kept, and the kept numbers.
+Streams: for each segment the symbols; then steps (float32), high bytes and low bytes of the means
+(int16, in eighths of a step), a bit for each (layer, token) that is kept, and the kept numbers.
 """
 
 from __future__ import annotations
@@ -36,21 +39,17 @@ from kvstow.codec.numbers import narrow, require_floats, widen
 from kvstow.codec.shape import Array, KVShape
 
 RATES: Final = {"high": 0.35, "middle": 0.5, "low": 0.7}  # a step, in σ
-SINK: Final = (
-    0.15,
-    0.1,
-)  # energy of K, of V (or MLA's latent), over the median token's: less is a sink
-OUTLIER: Final = 6.0  # residual energy over the median: more is kept
-MEAN_PARTS: Final = 8
-_LARGEST: Final = 127.0  # symbol
-_ROUNDED: Final = np.float32(
-    3 << 22
-)  # added to a float32, it leaves the nearest integer in the lowest bits
-_LARGEST_MEAN: Final = 32767.0  # in parts of a step
+# A token with less energy of K, of V (or of MLA's latent), relative to the median token, is a sink.
+SINK: Final = (0.15, 0.1)
+OUTLIER: Final = 6.0  # a token with more residual energy, relative to the median, is kept exactly
+MEAN_PARTS: Final = 8  # of a step, in which means are stored
+_MAX_SYMBOL: Final = 127.0
+_ROUNDING: Final = np.float32(3 << 22)  # added to a float32, it leaves the integer in the low bits
+_MAX_MEAN: Final = 32767.0  # in parts of a step
 
 
 class _Side(NamedTuple):
-    """What the numbers of a segment's layers become, besides symbols."""
+    """What is stored of a segment's layers beside the symbols."""
 
     steps: Array  # [layers, planes]
     means: Array  # [layers, channels], int16
@@ -58,7 +57,7 @@ class _Side(NamedTuple):
 
 
 class Quantized:
-    """See the module. ``rate`` is the quality: ``high``, ``middle`` or ``low``."""
+    """The codec ``quantized``. ``rate`` is the quality: ``high``, ``middle`` or ``low``."""
 
     name: Final = "quantized"
     lossy: Final = True
@@ -82,7 +81,8 @@ class Quantized:
     def encode(self, payload: memoryview, shape: KVShape, out: memoryview) -> int:
         require_lengths(payload, shape, out, self.max_encoded_bytes(shape))
         words = np.frombuffer(payload, shape.word).reshape(shape.layers, -1)
-        writer, packer = Writer(out, self.kind, shape, _streams(shape)), Packer()
+        writer = Writer(out, self.kind, shape, _streams(shape))
+        packer = Packer()
         values = np.empty(segment_numbers(shape), np.float32)
         room = np.empty(segment_numbers(shape), np.int8)
         sides: list[_Side] = []
@@ -104,12 +104,10 @@ class Quantized:
         return writer.end()
 
     def _quantise(self, values: Array, shape: KVShape, symbols: Array) -> _Side:
-        """Some layers; ``values`` are overwritten."""
+        """Quantise some layers into ``symbols``. ``values`` is overwritten."""
         layers = len(values) // shape.layer_numbers
-        by_axis, rows = (
-            values.reshape(layers, shape.blocks, *shape.page),
-            values.reshape(shape.rows(layers)),
-        )
+        by_axis = values.reshape(layers, shape.blocks, *shape.page)
+        rows = values.reshape(shape.rows(layers))
         tokens = _tokens(by_axis, shape)
         kept = _stand_out(_energies(by_axis, shape))
         if kept.any():
@@ -133,18 +131,18 @@ class Quantized:
         if kept.any():
             tokens[kept] = 0.0
         usable = np.isfinite(steps) & np.isfinite(per_step.reshape(layers, -1))
-        good = usable.all(axis=1) & (np.abs(means).max(axis=1) <= _LARGEST_MEAN)
-        if (
-            not good.all()
-        ):  # numbers with no scale of their own: all alike, or far too large or small
-            by_axis[~good], steps[~good], means[~good], kept[~good] = 0.0, 0.0, 0.0, True
-        highest = energies.max(axis=(2, 3)) > np.square(
-            _LARGEST * steps
-        )  # else no number of any token can be larger
-        if highest.any() and (values.max() > _LARGEST or values.min() < -_LARGEST):
-            kept |= (np.abs(tokens) > _LARGEST).any(axis=tuple(range(3, tokens.ndim)))
+        good = usable.all(axis=1) & (np.abs(means).max(axis=1) <= _MAX_MEAN)
+        if not good.all():  # layers of equal numbers, or of numbers far too large or small
+            by_axis[~good] = 0.0
+            steps[~good] = 0.0
+            means[~good] = 0.0
+            kept[~good] = True
+        # Only a token of so much energy can have a number that no symbol expresses.
+        highest = energies.max(axis=(2, 3)) > np.square(_MAX_SYMBOL * steps)
+        if highest.any() and (values.max() > _MAX_SYMBOL or values.min() < -_MAX_SYMBOL):
+            kept |= (np.abs(tokens) > _MAX_SYMBOL).any(axis=tuple(range(3, tokens.ndim)))
             tokens[kept] = 0.0
-        np.add(values, _ROUNDED, out=values)
+        np.add(values, _ROUNDING, out=values)
         np.copyto(symbols.view(np.uint8), values.view(np.uint32), casting="unsafe")
         return _Side(steps, means.astype(np.int16), kept)
 
@@ -195,12 +193,12 @@ def _flag_bytes(shape: KVShape) -> int:
 
 
 def _tokens(layers: Array, shape: KVShape) -> Array:
-    """A view of some layers with blocks and tokens behind them: [layers, blocks, tokens, …]."""
+    """A view of some layers as [layers, blocks, tokens, …]."""
     return np.moveaxis(layers, [axis + 1 for axis in shape.axes("bn")], (1, 2))
 
 
 def _energies(layers: Array, shape: KVShape) -> Array:
-    """Sum of squares of each token in each plane: [layers, planes, blocks, tokens]."""
+    """The sum of squares of each token in each plane: [layers, planes, blocks, tokens]."""
     axes = f"lb{shape.order}"
     if axes[-1] == "c":  # one sum at a time is faster
         energies: Array = np.einsum(
@@ -212,14 +210,14 @@ def _energies(layers: Array, shape: KVShape) -> Array:
 
 
 def _median(energies: Array) -> Array:
-    """Of each plane, over its tokens; what is not a number is sorted as the largest."""
+    """The median of each plane over its tokens. NaN counts as the largest."""
     flat = energies.reshape(*energies.shape[:2], -1)
     middle = flat.shape[2] // 2
     return np.partition(flat, middle, axis=2)[..., middle].reshape(*energies.shape[:2], 1, 1)
 
 
 def _stand_out(energies: Array) -> Array:
-    """Which tokens are sinks, or are not finite: [layers, blocks, tokens]."""
+    """Whether tokens are sinks, or not finite: [layers, blocks, tokens]."""
     sink = np.array(SINK[-energies.shape[1] :], np.float32).reshape(-1, 1, 1) * _median(energies)
     usual: Array = ((energies >= sink) & np.isfinite(energies)).all(axis=1)
     return ~usual

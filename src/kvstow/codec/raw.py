@@ -1,4 +1,4 @@
-"""No codec: bytes as they are."""
+"""The codec that does nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstow.errors import FrameError
 
 
 class Raw:
-    """A span is its payload, without a header: what a frame of codec 0 holds."""
+    """A span is its payload, without a header of its own. Frames of codec 0 hold such spans."""
 
     name: Final = "raw"
     kind: Final = Kind(0, 0)
@@ -19,7 +19,7 @@ class Raw:
     error: Final = "none"
 
     def check(self, shape: KVShape) -> None:
-        """Everything is served."""
+        """Accept everything."""
 
     def max_encoded_bytes(self, shape: KVShape) -> int:
         return shape.nbytes

@@ -1,8 +1,9 @@
-"""Lossy, one byte a number: int8 with a scale for each token and head, and fp8 (e4m3) with one for K and one for V.
+"""Lossy codecs of one byte a number: ``int8`` and ``fp8`` (e4m3).
 
-Both then code the bytes by Huffman. A layer with numbers that are not finite, or whose scale would not be, is kept as
-it is. Streams: for each segment the symbols; then the scales (float32, bytes from high to low apart), a byte for each
-layer, 1 if it is kept, and the kept layers.
+``int8`` has a scale for each token and head, ``fp8`` one for K and one for V. Both then code the
+bytes by Huffman. A layer whose numbers or scales are not finite is kept as it is. Streams: for each
+segment the symbols; then the scales (float32, bytes from high to low apart), a byte for each layer,
+1 if it is kept, and the kept layers.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ from kvstow.errors import FrameError
 
 E4M3_HIGHEST: Final = 448.0
 _E4M3_HIGHEST_BITS: Final = 0x7E
-_HIGHEST: Final = np.float32(
-    2.0**127
-)  # a number from there on may be rounded to infinity; nor is NaN below it
+_HIGHEST: Final = np.float32(2.0**127)  # larger numbers may be rounded to infinity
 _REBIAS: Final = np.float32(2.0**-120)  # float32's exponent bias of 127 to e4m3's of 7
 
 
 class Method(Protocol):
-    """How scaled numbers become bytes."""
+    """The conversion of scaled numbers to bytes and back."""
 
     @property
     def axes(self) -> str:
-        """Those along which scales differ."""
+        """The axes along which scales differ."""
         ...
 
     def scales(self, largest: Array) -> Array:
-        """What to divide by, from the largest magnitudes."""
+        """Returns the divisors for these largest magnitudes."""
         ...
 
     def symbols(self, scaled: Array, out: Array) -> None:
-        """``scaled`` may be overwritten."""
+        """Convert to bytes. ``scaled`` may be overwritten."""
         ...
 
-    def values(self, symbols: Array, out: Array) -> None: ...
+    def values(self, symbols: Array, out: Array) -> None:
+        """Convert bytes to scaled numbers."""
+        ...
 
 
 class _Int8:
@@ -57,7 +58,8 @@ class _Int8:
     def scales(self, largest: Array) -> Array:
         scales: Array = largest / np.float32(127)
         bits = scales.view(np.uint32)
-        bits += 0xFFFF  # to the next bfloat16 up, so that no symbol is out of range and the low bytes cost nothing
+        # Up to the next bfloat16: no symbol is out of range, and the low bytes cost nothing.
+        bits += 0xFFFF
         bits &= 0xFFFF0000
         return scales
 
@@ -103,7 +105,7 @@ _E4M3_VALUES: Final = _e4m3_values()
 
 
 class Scaled:
-    """See the module."""
+    """A codec of one byte a number, by a ``Method``."""
 
     lossy: Final = True
 
@@ -123,13 +125,14 @@ class Scaled:
         )
 
     def _scales(self, shape: KVShape) -> int:
-        """Of a layer."""
+        """The number of a layer's scales."""
         return int(np.prod(shape.over(self._method.axes)))
 
     def encode(self, payload: memoryview, shape: KVShape, out: memoryview) -> int:
         require_lengths(payload, shape, out, self.max_encoded_bytes(shape))
         words = np.frombuffer(payload, shape.word).reshape(shape.layers, -1)
-        writer, packer = Writer(out, self.kind, shape, _streams(shape)), Packer()
+        writer = Writer(out, self.kind, shape, _streams(shape))
+        packer = Packer()
         values = np.empty(shape.layer_numbers, np.float32)
         by_axis = shape.layer(values)
         room = np.empty(segment_numbers(shape), np.uint8)
@@ -199,7 +202,10 @@ def _streams(shape: KVShape) -> int:
 
 
 def int8() -> Scaled:
-    """1/254 of the largest magnitude of its token and head, at most, but for the scale's own rounding (1/128 more)."""
+    """An error of at most 1/254 of the largest magnitude of the token and head.
+
+    The scale's rounding adds 1/128 of that.
+    """
     return Scaled(
         "int8",
         Kind(3, 2),
@@ -209,7 +215,10 @@ def int8() -> Scaled:
 
 
 def fp8() -> Scaled:
-    """Three bits of mantissa; below 2**-6, steps of 2**-9 of scaled numbers, the largest of which is 224 or more."""
+    """Three bits of mantissa, and steps of 2**-9 below 2**-6.
+
+    The largest scaled number is 224 or more.
+    """
     return Scaled(
         "fp8",
         Kind(2, 2),

@@ -1,4 +1,4 @@
-"""What the bytes of a chunk's shard are: numbers of one type, in pages whose axes are known by name."""
+"""The shape of a shard's payload: numbers of one type, in pages whose axes have names."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ _ROW: Final = 512  # numbers
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """One shard's payload: ``layers`` in order, each its ``blocks`` in order, each a page of ``order``'s axes.
+    """The shape of one shard's payload: layers in order, each with its blocks in order, each a
+    page.
 
-    Axes of a page, outermost first in memory: ``k`` planes (K and V; 1 for MLA's latent), ``h`` heads, ``n`` tokens of
-    a block, ``c`` numbers of one head and token. A *channel* is one (layer, plane, head, c).
+    Axes of a page, outermost first in memory: ``k`` planes (K and V; 1 for MLA's latent), ``h``
+    heads, ``n`` tokens of a block, ``c`` numbers of one head and token. A *channel* is one (layer,
+    plane, head, c).
     """
 
     dtype: str
@@ -53,7 +55,10 @@ class KVShape:
 
     @classmethod
     def unknown(cls, dtype: str, length: int) -> KVShape:
-        """``length`` bytes of which only the type is known. Raises ``ValueError`` unless they are whole numbers."""
+        """The shape of ``length`` bytes of which only the type is known.
+
+        Raises ``ValueError`` unless they are whole numbers.
+        """
         item = np.dtype(_WORDS[dtype]).itemsize
         if length % item or length < item:
             raise ValueError(f"{length} bytes of {dtype}")
@@ -64,7 +69,7 @@ class KVShape:
 
     @property
     def word(self) -> npt.DTypeLike:
-        """The unsigned type of a number's bits."""
+        """The unsigned integer type of a number's bits."""
         return _WORDS[self.dtype]
 
     @property
@@ -74,49 +79,60 @@ class KVShape:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the payload."""
         return self.layers * self.layer_numbers * self.item
 
     @property
     def layer_numbers(self) -> int:
+        """Numbers of a layer."""
         return self.blocks * prod(self.page)
 
     @property
     def channels(self) -> int:
-        """Of one layer."""
+        """Channels of a layer."""
         return self.planes * self.heads * self.size
 
     @property
     def page(self) -> tuple[int, ...]:
+        """Lengths of a page's axes, outermost first."""
         return tuple(
             {"k": self.planes, "h": self.heads, "n": self.tokens, "c": self.size}[axis]
             for axis in self.order
         )
 
     def axes(self, letters: str) -> tuple[int, ...]:
-        """Where ``letters`` are among the axes of a layer, ``b`` (blocks) and then ``order``."""
+        """The indices of ``letters`` among a layer's axes, which are ``b`` (blocks) and then
+        ``order``.
+        """
         return tuple(f"b{self.order}".index(letter) for letter in letters)
 
     def over(self, letters: str) -> tuple[int, ...]:
-        """A layer's shape with every axis but ``letters`` of length 1: what broadcasts over a layer."""
+        """The axes of an array that broadcasts over a layer: those not in ``letters`` have length
+        1.
+        """
         return tuple(
             size if letter in letters else 1
             for letter, size in zip(f"b{self.order}", (self.blocks, *self.page), strict=True)
         )
 
     def layer(self, array: Array) -> Array:
-        """One layer's numbers, flat, with its axes."""
+        """A view of one layer's flat numbers with its axes."""
         return array.reshape(self.blocks, *self.page)
 
-    # numpy takes a step of its own for each row of what it broadcasts, and a row of one head and token is short. So
-    # layers are cut into rows of several tokens, and what is the same for all tokens is repeated as often.
+    # numpy makes a step for each row that it broadcasts over, and a row of one head and token is
+    # short. So layers are cut into rows of several tokens, and values of a channel are repeated.
 
     def rows(self, layers: int) -> tuple[int, ...]:
-        """The axes of some layers cut like that: layers, blocks, those before ``n``, rows, numbers of a row."""
+        """The axes of some layers cut into rows: layers, blocks, axes before ``n``, rows, numbers
+        of a row.
+        """
         before, inside, row_tokens = self._row()
         return (layers, self.blocks, *before, self.tokens // row_tokens, row_tokens * inside)
 
     def tiled(self, array: Array, letters: str = "khc") -> Array:
-        """What broadcasts over ``rows``, from some layers' [layers, *over(letters)]."""
+        """Repeats some layers' values, [layers, *over(letters)], so that they broadcast over
+        ``rows``.
+        """
         before, inside, row_tokens = self._row()
         if not set(letters) & set(self.order[len(before) + 1 :]):
             return array.reshape(len(array), 1, *array.shape[2 : 2 + len(before)], 1, 1)
@@ -127,7 +143,7 @@ class KVShape:
         return tiled.reshape(*tiled.shape[:-2], -1)
 
     def sum_tokens(self, rows: Array) -> Array:
-        """Of each channel: [layers, *over("khc")], from ``rows``."""
+        """Sums ``rows`` over the tokens of each channel. Returns [layers, *over("khc")]."""
         _, inside, row_tokens = self._row()
         by_row = np.add.reduce(rows, axis=(1, -2))
         total: Array = np.add.reduce(
@@ -136,8 +152,11 @@ class KVShape:
         return total.reshape(len(rows), *self.over("khc"))
 
     def _row(self) -> tuple[tuple[int, ...], int, int]:
-        """The axes before ``n``, numbers of a token that lie together, tokens of a row."""
-        page, at = self.page, self.order.index("n")
+        """Returns the axes before ``n``, the contiguous numbers of a token, and the tokens of a
+        row.
+        """
+        page = self.page
+        at = self.order.index("n")
         inside = prod(page[at + 1 :])
         return page[:at], inside, gcd(self.tokens, 1 << max(0, (_ROW // inside).bit_length() - 1))
 
@@ -154,11 +173,11 @@ def shape_of(
     page_bytes: int,
     planes_outside: bool = False,
 ) -> KVShape:
-    """The shape behind a page layout's name (``kvstow.device.pages``), such as ``packed_heads.hnc``.
+    """The shape of a page layout's name (``kvstow.device.pages``), such as ``packed_heads.hnc``.
 
-    ``page_bytes``: of one layer's block. ``planes_outside``: in a ``packed_heads`` page the K rows of all tokens come
-    before the V rows, as vLLM's CPU backend has them; else each token's K row is followed by its V row. Pages that
-    cannot be explained are bytes of which only the type is known.
+    ``page_bytes``: of one layer's block. ``planes_outside``: in a ``packed_heads`` page the K rows
+    of all tokens come before the V rows, as vLLM's CPU backend has them; else each token's K row is
+    followed by its V row. Pages that cannot be explained are bytes of which only the type is known.
     """
     form, _, order = layout.partition(".")
     planes = 1 if form == "mla" else 2

@@ -1,1 +1,1 @@
-"""kvstow.testing"""
+"""What authors of backends, devices and plug-ins need to test them."""

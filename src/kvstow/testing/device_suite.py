@@ -1,4 +1,4 @@
-"""The Device contract as tests. A device's own tests subclass it and say how to make one::
+"""The Device contract as tests. A device's own tests subclass it and create the device::
 
 class TestMyDevice(DeviceSuite):
     torch_device = "mine"
@@ -9,12 +9,11 @@ class TestMyDevice(DeviceSuite):
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
@@ -23,66 +22,24 @@ import torch
 
 from kvstow.device.base import Device, Finished, KVSpec, Transfer
 from kvstow.errors import UnsupportedError
-from kvstow.layout import ALIGN, GroupPages, Place, Span, align_up
+from kvstow.layout import ALIGN, GroupPages, Place, Span
+from kvstow.testing.guarded_pool import Host, everything
 from kvstow.testing.kv_layouts import LAYOUTS, Built, Shape, block_bytes, fill
 
-GUARD = 0xA5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
 
 
-class Host:
-    """A pool of ``slots`` places for one shard, every byte outside the spans a guard."""
-
-    def __init__(self, span_bytes: int, slots: int, shards: int = 1) -> None:
-        self.span_bytes = span_bytes
-        self.shards = shards
-        self._pitch = ALIGN + shards * (align_up(span_bytes) + ALIGN)
-        self._map = mmap.mmap(-1, align_up(slots * self._pitch + ALIGN))
-        self.memory = memoryview(self._map)
-        ctypes.memset(
-            ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), GUARD, len(self.memory)
-        )
-
-    def place(self, slot: int) -> Place:
-        at = slot * self._pitch + ALIGN
-        step = align_up(self.span_bytes) + ALIGN
-        return Place(
-            "pool", tuple(Span(at + i * step, self.span_bytes) for i in range(self.shards))
-        )
-
-    def payload(self, slot: int, shard: int = 0) -> bytes:
-        span = self.place(slot).spans[shard]
-        return bytes(self.memory[span.offset : span.offset + span.length])
-
-    def outside(self, used: Sequence[tuple[int, int]]) -> bytes:
-        """All bytes but the spans of these (slot, shard)."""
-        data = bytearray(self.memory)
-        for slot, shard in used:
-            span = self.place(slot).spans[shard]
-            data[span.offset : span.offset + span.length] = bytes([GUARD]) * span.length
-        return bytes(data)
-
-    def untouched(self, used: Sequence[tuple[int, int]]) -> bool:
-        return self.outside(used).count(GUARD) == len(self.memory)
-
-
-def everything(built: Built) -> dict[tuple[str, int], bytes]:
-    """Every block's bytes."""
-    return {
-        (name, block): block_bytes(built, name, block)
-        for name, spec in built.specs.items()
-        for block in range(spec.num_blocks)
-    }
-
-
 class DeviceSuite:
-    """Subclass, implement ``make_device``; tests never sleep and never look at a clock."""
+    """Subclass it and implement ``make_device``. Tests neither sleep nor read a clock."""
 
     torch_device: ClassVar[str] = "cpu"
 
     def make_device(self, fail_at: int | None = None) -> Device:
-        """A fresh device. ``fail_at``: the primitive that moves bytes raises RuntimeError at its ``fail_at``-th call
-        (0 is the first) and at all later ones, if it can do that, after having moved a part of the bytes.
+        """Returns a fresh device.
+
+        With ``fail_at`` the primitive that moves bytes raises RuntimeError at its ``fail_at``-th
+        call (0 is the first) and at all later ones, if possible after it has moved some of the
+        bytes.
         """
         raise NotImplementedError
 
@@ -90,11 +47,14 @@ class DeviceSuite:
         """Wait until the accelerator is idle."""
 
     def on_compute(self, run: Callable[[], None]) -> None:
-        """Run what writes pages where the engine's kernels run."""
+        """Run ``run``, which writes pages, where the engine's kernels run."""
         run()
 
     def temporary_bytes(self) -> int:
-        """What the device holds in temporary memory now: here, resident memory of this process."""
+        """Bytes of temporary memory that the device holds now.
+
+        Here: this process's resident memory.
+        """
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * mmap.PAGESIZE
 
@@ -107,7 +67,7 @@ class DeviceSuite:
         device.close()
 
     def wait(self, device: Device, *tickets: int) -> dict[int, Finished]:
-        """Ends of exactly these tickets, each once."""
+        """Returns the ends of these tickets, and checks that each ends once and no other does."""
         device.fence(tickets)
         self.synchronize()
         ended: dict[int, Finished] = {}
@@ -143,7 +103,7 @@ class DeviceSuite:
     def round_trip(
         self, device: Device, built: Built, blocks_per_chunk: int, seed: int = 1
     ) -> GroupPages:
-        """Chunks out of shuffled blocks, everything scrambled, and into other shuffled blocks."""
+        """Copies chunks out of shuffled blocks, overwrites all pages, and copies into other blocks."""
         chunks = 2
         pages, host = self.attach(device, built, blocks_per_chunk, chunks)
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Faults by configuration: a Store wrapper that delays, blocks, raises, cuts and corrupts where it is told to."""
+"""Fault injection: a Store wrapper that delays, blocks, raises, truncates and corrupts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Op = Literal["contains", "read", "write", "delete", "close"]
 
 
 class Gate:
-    """Holds whoever calls it until ``release()``; a test sees arrivals without sleeping."""
+    """Blocks its callers until ``release()``. A test waits for their arrival without sleeping."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -29,24 +29,27 @@ class Gate:
             self._changed.wait_for(lambda: self._open)
 
     def release(self) -> None:
+        """Let all callers go on, later ones too."""
         with self._changed:
             self._open = True
             self._changed.notify_all()
 
     def wait_arrived(self, count: int = 1, timeout_s: float = 30.0) -> bool:
-        """Block until ``count`` calls have come. False: they did not within ``timeout_s``."""
+        """Wait for ``count`` callers. Returns False if they did not arrive within ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: self._arrived >= count, timeout_s)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Where: operation, key, and which matching calls (``calls``, counted from 0); None matches all.
+    """A fault, and the calls in which it happens.
 
-    What, in this order: call ``delay`` (a ``Gate``, or any hook), then do the operation with ``short_by`` bytes
-    cut off and byte ``flip_at`` inverted (read: in the buffer; write: in what reaches the inner store), then
-    raise ``error``, before the operation unless bytes were changed as well: a write that leaves half a value
-    and fails is ``Fault("write", short_by=n, error=...)``.
+    It happens in calls of operation ``op`` with ``key``, of which ``calls`` selects some, counted
+    from 0; None matches all. It calls ``delay`` (a ``Gate``, or any function) and then raises
+    ``error``. With ``short_by`` or ``flip_at`` it also does the operation before it raises: with
+    ``short_by`` bytes cut off and byte ``flip_at`` inverted, in the buffer of a read, or in what a
+    write passes on. So ``Fault("write", short_by=n, error=...)`` is a write that leaves part of a
+    value and fails.
     """
 
     op: Op | None = None
@@ -59,18 +62,22 @@ class Fault:
 
     @property
     def changes_bytes(self) -> bool:
+        """Whether the operation is done with other bytes."""
         return self.short_by > 0 or self.flip_at is not None
 
 
 def unavailable(
     op: Op | None = None, key: ChunkKey | None = None, calls: range | None = None
 ) -> Fault:
-    """The commonest fault: the store cannot answer."""
+    """A fault that raises ``StoreUnavailable``."""
     return Fault(op, key, calls, error=StoreUnavailable("injected"))
 
 
 class FaultStore:
-    """Forwards to ``store`` and commits ``faults``. ``faults`` may be changed between calls; it counts ``calls``."""
+    """Forwards to ``store`` with ``faults``, which may be changed between calls.
+
+    ``calls`` counts the calls of each operation.
+    """
 
     def __init__(self, store: Store, faults: Iterable[Fault] = ()) -> None:
         self.faults = list(faults)
@@ -100,7 +107,7 @@ class FaultStore:
         due = self._before("write", [key for key, _ in items])
         for fault in due:
             items = [
-                (k, [_spoil(parts, fault)] if fault.key in (None, k) else parts)
+                (k, [_damaged(parts, fault)] if fault.key in (None, k) else parts)
                 for k, parts in items
             ]
         outcomes = self._store.write(items)
@@ -116,7 +123,7 @@ class FaultStore:
         self._store.close()
 
     def _before(self, op: Op, keys: Sequence[ChunkKey]) -> list[Fault]:
-        """Delay, raise what is to be raised before the operation; return the faults that change its bytes."""
+        """Delay and raise. Returns the faults that change the operation's bytes."""
         due = []
         with self._lock:
             self.calls[op] = self.calls.get(op, 0) + 1
@@ -139,7 +146,7 @@ class FaultStore:
                 raise fault.error
 
 
-def _spoil(parts: Sequence[Buffer], fault: Fault) -> Buffer:
+def _damaged(parts: Sequence[Buffer], fault: Fault) -> Buffer:
     value = bytearray(b"".join(parts))
     if fault.flip_at is not None:
         value[fault.flip_at] ^= 0xFF

@@ -1,7 +1,8 @@
 """KV caches in every layout that kvstow recognises, for the device suite and the benchmarks.
 
-Each maker gives, for ``layers`` layers, what an engine would register and its specs, and can show any block's bytes
-by plain indexing of the engine's own tensor: an oracle that shares nothing with the code that cuts pages.
+Each function returns the tensors that an engine would register for ``layers`` layers, and their
+specs. It also gives each block's bytes by plain indexing of the engine's tensor: an oracle that
+shares nothing with the code that cuts pages.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What an engine registers, and the bytes of block ``b`` of layer ``name`` as ``block(name, b)``."""
+    """The tensors that an engine registers.
+
+    ``block(name, b)`` returns views of block ``b`` of layer ``name``, in logical order.
+    """
 
     caches: dict[str, Cache]
     specs: dict[str, KVSpec]
-    block: Callable[
-        [str, int], list[torch.Tensor]
-    ]  # views of the engine's tensors, in logical order
+    block: Callable[[str, int], list[torch.Tensor]]
 
 
 def fill(built: Built, seed: int) -> None:
-    """Write random bytes, NaNs of every kind among them, over all blocks."""
+    """Fill all blocks with random bytes, NaNs of every kind among them."""
     generator = torch.Generator().manual_seed(seed)
     for cache in built.caches.values():
         for tensor in cache if isinstance(cache, tuple) else (cache,):
@@ -70,7 +72,10 @@ def _spec(shape: Shape, *, latent: bool = False) -> KVSpec:
 
 
 def _raw(shape: Shape, *dims: int) -> torch.Tensor:
-    """A zeroed tensor of the shape's dtype. Made as bytes: not every dtype has the operators that ``zeros`` wants."""
+    """A zeroed tensor of the shape's dtype.
+
+    It is made as bytes, since ``zeros`` lacks some dtypes.
+    """
     count = shape.dtype.itemsize
     for dim in dims:
         count *= dim
@@ -154,17 +159,20 @@ def mla(shape: Shape) -> Built:
 def _packed(
     order: str, gap: int = 0, *, layer_gap: int = 0, latent: bool = False
 ) -> Callable[[Shape], Built]:
-    """vLLM's own allocation: one storage for all layers, each a [blocks, heads, tokens, content] view of it.
+    """vLLM's own allocation: one storage for all layers, each a [blocks, heads, tokens, content]
+    view of it.
 
-    ``order`` is the memory order of layers, blocks, heads, tokens and content; ``gap`` bytes follow each block,
-    ``layer_gap`` each layer, and belong to nobody.
+    ``order`` is the memory order of layers, blocks, heads, tokens and content. ``gap`` unused bytes
+    follow each block, ``layer_gap`` each layer.
     """
 
     def make(shape: Shape) -> Built:
-        split, item = shape.kernel_blocks, shape.dtype.itemsize
+        split = shape.kernel_blocks
+        item = shape.dtype.itemsize
         sizes = {"L": shape.layers, "B": shape.blocks * split, "H": 1 if latent else shape.heads}
         sizes |= {"N": shape.tokens // split, "C": shape.size if latent else 2 * shape.size}
-        strides, stride = {}, 1
+        strides = {}
+        stride = 1
         for axis in reversed(order):
             strides[axis] = stride
             stride *= sizes[axis]
@@ -173,8 +181,8 @@ def _packed(
             if axis == order[order.index("L") + 1]:
                 stride += layer_gap // item
         flat = _raw(shape, stride)
-        size, steps = [sizes[axis] for axis in "LBHNC"], [strides[axis] for axis in "LBHNC"]
-        views = flat.as_strided(size, steps)
+        axes = "LBHNC"
+        views = flat.as_strided([sizes[axis] for axis in axes], [strides[axis] for axis in axes])
         caches: dict[str, Cache] = {f"layers.{i}.attn": views[i] for i in range(shape.layers)}
 
         def block(name: str, b: int) -> list[torch.Tensor]:

@@ -1,4 +1,6 @@
-"""A clock and an executor that do nothing until told: tests order every event, and never sleep."""
+"""A clock and an executor that a test drives by hand, so that it orders every event and never
+sleeps.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ T = TypeVar("T")
 
 
 class ManualClock:
-    """Time that passes only in ``advance``."""
+    """A clock whose time passes only in ``advance``."""
 
     def __init__(self, monotonic_s: float = 1000.0, wall_s: float = 1_700_000_000.0) -> None:
         self._monotonic_s = monotonic_s
@@ -32,11 +34,12 @@ class ManualClock:
 
 
 class ManualExecutor:
-    """An ``Executor`` without threads. Accepted work waits in ``pending`` order: urgent first, else as it came.
+    """An ``Executor`` without threads. Accepted work waits: urgent work first, the rest in order.
 
-    ``run_next``, ``run`` and ``run_all`` do work on the caller's thread; as with threads its ``then`` runs only in
-    ``poll``. ``wait`` never blocks: with nothing ended it runs one piece if ``run_in_wait``, else it lets
-    ``timeout_s`` pass on ``clock``. So a loop of ``wait`` and ``poll`` with a deadline ends, the same way every time.
+    ``run_next``, ``run`` and ``run_all`` do work on the caller's thread. Its ``then`` runs in
+    ``poll``, as with threads. ``wait`` never blocks: if no work has ended it runs one piece if
+    ``run_in_wait`` is set, else it lets ``timeout_s`` pass on ``clock``. So a loop of ``wait`` and
+    ``poll`` with a deadline ends, in the same way every time.
     """
 
     def __init__(
@@ -57,11 +60,11 @@ class ManualExecutor:
 
     @property
     def pending(self) -> int:
-        """Work accepted that has not run."""
+        """Pieces of accepted work that have not run."""
         return len(self._urgent) + len(self._background)
 
     def run(self, index: int) -> None:
-        """Do the ``index``-th pending piece of work, out of order where ``index`` is not 0."""
+        """Do the ``index``-th pending piece of work."""
         if not 0 <= index < self.pending:
             raise IndexError(f"work {index} of {self.pending} pending")
         urgent = len(self._urgent)
@@ -70,14 +73,14 @@ class ManualExecutor:
         self._done.append(work)
 
     def run_next(self) -> bool:
-        """Do the next piece of work. False: there is none."""
+        """Do the next piece of work. Returns False if there is none."""
         if not self.pending:
             return False
         self.run(0)
         return True
 
     def run_all(self) -> int:
-        """Do all pending work, what it submits included. Returns how many."""
+        """Do all pending work, and what it submits. Returns the number of pieces."""
         ran = 0
         while self.run_next():
             ran += 1

@@ -1,4 +1,4 @@
-"""A Store in this process's memory: the reference implementation of the contract."""
+"""A Store in this process's memory, the reference implementation of the contract."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvstow.key import ChunkKey
 
 
 class MemoryStore:
-    """Values are immutable ``bytes`` in a dict under one lock; ``capacity_bytes`` full means ``REJECTED``.
+    """A dict of immutable ``bytes`` under one lock, for tests and as the oracle of other stores.
 
-    It evicts nothing: it is for tests, simulations and as the oracle of other stores.
+    It evicts nothing: a write beyond ``capacity_bytes`` is ``REJECTED``. None means no limit.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:

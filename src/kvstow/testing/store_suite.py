@@ -1,4 +1,4 @@
-"""The Store contract as tests. A store's own tests subclass it and say how to make one::
+"""The Store contract as tests. A store's own tests subclass it and create the store::
 
 class TestMyStore(StoreSuite):
     def make_store(self, tmp_path: Path) -> Store:
@@ -32,7 +32,10 @@ def value_of(seed: int, length: int) -> bytes:
 
 
 def read_one(store: Store, key: ChunkKey, room: int) -> tuple[Outcome, bytes]:
-    """One read into a fresh buffer of ``room`` bytes: its outcome and the bytes that came."""
+    """Reads one value into a fresh buffer of ``room`` bytes.
+
+    Returns the outcome and the bytes read.
+    """
     buffer = bytearray(room)
     [outcome] = store.read([(key, memoryview(buffer))])
     return outcome, bytes(buffer[: outcome.length]) if isinstance(outcome, Done) else b""
@@ -44,7 +47,7 @@ def write_one(store: Store, key: ChunkKey, *parts: bytes) -> Outcome:
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run ``work(0..count - 1)`` at once; the first exception of any is raised here."""
+    """Run ``work(0..count - 1)`` on a thread each, at once. Raises the first exception of any."""
     errors: list[BaseException] = []
     start = threading.Barrier(count)
 
@@ -65,7 +68,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 class StoreSuite:
-    """Each test gets a fresh, empty store that must take at least ``large_bytes`` plus a few MiB."""
+    """Each test gets a fresh, empty store, which must hold ``large_bytes`` and a few MiB more."""
 
     large_bytes: ClassVar[int] = 8 << 20
     rounds: ClassVar[int] = 40  # of each race
@@ -263,7 +266,7 @@ class StoreSuite:
             assert read_one(store, key, PAGE) == (Done(PAGE), bytes([won[0]]) * PAGE)
 
     def test_no_reader_sees_part_of_a_value(self, store: Store) -> None:
-        """One writer that writes and deletes values of different lengths and fills, readers that look all the time."""
+        """One thread writes and deletes values of different lengths and bytes while others read."""
         key, sizes = make_key(0), [PAGE, 16 * PAGE, 64 * PAGE]
         stop = threading.Event()
 

@@ -11,7 +11,7 @@ pytest.importorskip("backports.zstd")
 
 from backports import zstd
 
-from kvstow.codec.lossless import _BELOW, Lossless, _base
+from kvstow.codec.lossless import _BASE_BELOW_MEAN, Lossless, _find_bases
 from kvstow.codec.shape import KVShape
 from kvstow.errors import FrameError
 
@@ -82,12 +82,12 @@ def streams(data: bytearray, count: int) -> list[tuple[int, int]]:
 def test_a_list_that_cannot_be() -> None:
     data = encoded(words(5))
     (_, _), (_, _), (places, length), (_, exact_length), *_ = streams(data, 6)
-    assert (length, exact_length) == (20, 20), "couples, both numbers of each"
+    assert (length, exact_length) == (20, 20), "pairs, both numbers of each"
     for at, value in (
         (places, struct.pack("<I", NUMBERS // 2)),
         (places, struct.pack("<I", 2**32 - 1)),
-        (len(data) - 1, b"\2"),  # neither pairs nor none
-        (len(data) - 1, b"\0"),  # a list without pairs
+        (len(data) - 1, b"\2"),  # neither nibbles nor bytes
+        (len(data) - 1, b"\0"),  # a list without nibbles
         (64 + 8, struct.pack("<I", 21)),  # the next begins where it did
         (64 + 8, struct.pack("<I", 24)),
         (64 + 8, struct.pack("<I", 16)),
@@ -98,7 +98,7 @@ def test_a_list_that_cannot_be() -> None:
             decoded(forged)
 
 
-def test_fewer_bytes_than_there_are_plain_pairs() -> None:
+def test_fewer_bytes_than_there_are_uncoded_symbols() -> None:
     data = encoded(words(0))
     (first, _), (second, _), *_ = streams(data, 6)
     pairs = NUMBERS // 2
@@ -107,7 +107,7 @@ def test_fewer_bytes_than_there_are_plain_pairs() -> None:
     forged = data[:first] + frame + bytes(-(first + len(frame)) % 8) + data[second:]
     struct.pack_into("<I", forged, 64, len(frame))
     assert streams(forged, 6)
-    with pytest.raises(FrameError, match="pairs in"):
+    with pytest.raises(FrameError, match="symbols in"):
         decoded(forged)
 
 
@@ -121,7 +121,7 @@ def test_gaps_between_streams_say_nothing_of_what_the_buffer_had() -> None:
 
 
 @pytest.mark.parametrize("place", [-1, -2, -3])
-def test_the_last_couples_of_an_uneven_count_are_listed_too(place: int) -> None:
+def test_the_last_pairs_of_an_uneven_count_are_listed_too(place: int) -> None:
     """The search goes by fours; what is left over is searched for itself."""
     shape = KVShape("bfloat16", 1, 1, 1, 1, 386, 1)
     assert shape.nbytes // 4 % 4 == 1
@@ -180,5 +180,5 @@ def test_references_of_chunks_of_any_length(blocks: int, tokens: int, order: str
     exponents = np.random.default_rng(1).integers(200, 256, (2, *shape.over("khc")), np.uint16)
     words = np.broadcast_to(exponents << 7, (2, blocks, *shape.page)).copy().reshape(2, -1)
     bases = np.zeros(exponents.shape, np.uint8)
-    _base(words, shape, bases)
-    assert np.array_equal(bases, exponents - _BELOW)
+    _find_bases(words, shape, bases)
+    assert np.array_equal(bases, exponents - _BASE_BELOW_MEAN)

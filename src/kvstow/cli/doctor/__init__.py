@@ -1,4 +1,7 @@
-"""``kvstow doctor``. Each module checks one thing and takes what it judges as arguments; ``command`` gathers it."""
+"""``kvstow doctor``.
+
+Each module checks one thing and takes what it judges as arguments; ``command`` gathers it.
+"""
 
 from kvstow.cli.doctor.command import doctor
 

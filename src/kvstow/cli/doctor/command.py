@@ -1,4 +1,4 @@
-"""``kvstow doctor``: is this host, as it is set up now, one that kvstow works well on."""
+"""``kvstow doctor``: checks whether kvstow works well on this host with these settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvstow.cli.doctor.result import (
     unknown,
     warning,
 )
-from kvstow.cli.output import PIPED_COLUMNS, printable
+from kvstow.cli.output import PIPED_COLUMNS
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
 from kvstow.settings import (
@@ -37,6 +37,7 @@ from kvstow.settings import (
     load_lmcache,
     variable,
 )
+from kvstow.text import printable
 
 EXIT_FAILED: Final = 1
 QUICK_S: Final = 10.0
@@ -51,7 +52,7 @@ COLOURS: Final = {
     Status.UNKNOWN: "magenta",
 }
 
-Planned = tuple[str, float, Check]  # name, the seconds it may take, what to do
+PlannedCheck = tuple[str, float, Check]  # its name, the seconds that it may take, the check
 
 
 def doctor(
@@ -69,12 +70,14 @@ def doctor(
     workers: Annotated[
         int,
         typer.Option(
-            min=1, help="With --lmcache: tensor times pipeline parallel size; its sizes are each's."
+            min=1,
+            help="With --lmcache: tensor times pipeline parallel size, by which sizes are multiplied.",
         ),
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Check versions, memory, disks, servers and RBLN's storage against the settings, and say what to fix.
+    """Check versions, memory, disks, servers and RBLN's storage against the settings, and say what
+    to fix.
 
     Writes and reads a small file in each of disk.paths. Exit code 1: something failed.
     """
@@ -109,7 +112,7 @@ def doctor(
 
 
 def _settings(read: Callable[[], Effective]) -> tuple[Effective | None, list[Result]]:
-    """The settings; None where they are wrong, and the result says why."""
+    """Returns the settings, or None if they are wrong, and results that say why."""
     try:
         effective = read()
     except SettingsError as error:
@@ -117,12 +120,12 @@ def _settings(read: Callable[[], Effective]) -> tuple[Effective | None, list[Res
     changed = [row for row in effective.describe() if row.source != "default"]
     shown = ", ".join(f"{row.key}={row.shown}" for row in changed) or "all are defaults"
     wrong = [failed(SETTINGS, str(error), CORRECT) for error in conflicts(effective)]
-    told = [
+    notes = [
         warning(SETTINGS, note.text, "see docs/how-to/from-lmcache.md")
         for note in effective.notes
         if note.warns
     ]
-    return effective, [*(wrong or [ok(SETTINGS, shown)]), *told]
+    return effective, [*(wrong or [ok(SETTINGS, shown)]), *notes]
 
 
 def _ignored_lmcache() -> list[Result]:
@@ -135,7 +138,7 @@ def _ignored_lmcache() -> list[Result]:
     return [warning("LMCache", found, "kvstow doctor --lmcache, if vLLM is given one of those")]
 
 
-def _plan(settings: Settings | None) -> Iterator[Planned]:
+def _plan(settings: Settings | None) -> Iterator[PlannedCheck]:
     found = versions.installed()
     on_rbln = any(name in found for name in versions.RBLN)
     yield "versions", QUICK_S, partial(versions.check_versions, found)
@@ -154,7 +157,7 @@ def _plan(settings: Settings | None) -> Iterator[Planned]:
         yield "RDS", RDS_S, partial(rbln.check_rds, wanted=wanted)
 
 
-def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
+def _host(settings: Settings, on_rbln: bool) -> Iterator[PlannedCheck]:
     from kvstow.build import asked_for
 
     pool_dir, size, mooncake = settings.memory.pool_dir, settings.memory.size, settings.mooncake
@@ -186,7 +189,7 @@ def _host(settings: Settings, on_rbln: bool) -> Iterator[Planned]:
     )
 
 
-def _disks(settings: Settings) -> Iterator[Planned]:
+def _disks(settings: Settings) -> Iterator[PlannedCheck]:
     direct, seed = settings.direct, variable(host.SEED)
     for path in settings.disk.paths or ():
         yield f"chunks in {path}", QUICK_S, partial(stored.check_stored, path, seed)
@@ -204,7 +207,7 @@ def _disks(settings: Settings) -> Iterator[Planned]:
             )
 
 
-def _remote(settings: Settings) -> Iterator[Planned]:
+def _remote(settings: Settings) -> Iterator[PlannedCheck]:
     from kvstow import build
 
     clock, objects = SystemClock(), settings.objects.url

@@ -60,7 +60,10 @@ class Measured(NamedTuple):
 def check_path(
     path: str, size_bytes: int, min_free_bytes: int, clock: Clock, setting: str = "disk.size"
 ) -> Iterator[Result]:
-    """``size_bytes``: this path's part of ``setting``; 0: unset. Leaves nothing behind, and makes no directory."""
+    """``size_bytes``: this path's part of ``setting``; 0: unset.
+
+    Leaves nothing behind, and makes no directory.
+    """
     folder = _existing(path)
     if (
         setting == "direct.size"
@@ -187,7 +190,10 @@ def _quality(path: str, measured: Measured) -> Iterator[Result]:
 
 
 def measure(folder: str, clock: Clock) -> Measured:
-    """With a file that has lost its name before anything long is done with it. Raises ``OSError``."""
+    """With a file that has lost its name before anything long is done with it.
+
+    Raises ``OSError``.
+    """
     name = f".kvstow-doctor-{secrets.token_hex(8)}"
     root = files.Fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:

@@ -110,7 +110,8 @@ def memlock_bytes() -> int:
 
 
 def check_huge_pages(pool_dir: str | None, size_bytes: int, *, disks: bool) -> Iterator[Result]:
-    """Check that the pool is in huge pages. On filesystems other than tmpfs and hugetlbfs it yields nothing.
+    """Check that the pool is in huge pages. On filesystems other than tmpfs and hugetlbfs it yields
+    nothing.
 
     ``disks`` says whether a disk tier is set: its direct I/O is faster with huge pages.
     """
@@ -187,7 +188,9 @@ def check_pools(
 
 
 def has_unseen(proc: str = "/proc") -> bool:
-    """Whether there are processes, other than the kernel's threads, whose files this user may not read."""
+    """Whether there are processes, other than the kernel's threads, whose files this user may not
+    read.
+    """
     return any(
         not os.access(f"{folder}/fd", os.R_OK | os.X_OK) and _has_command(folder)
         for folder in glob.iglob(f"{proc}/[0-9]*")

@@ -1,4 +1,7 @@
-"""RBLN direct storage: its service, its library, its devices. The library is asked in a process of its own."""
+"""Checks of RBLN direct storage: its service, its library, its devices.
+
+The library is imported in a process of its own, because it may crash.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,25 @@ from kvstow.cli.doctor.result import MAX_FOUND, Result, failed, ok, unknown, war
 UNIT: Final = "rebellions-rds-binding.service"
 SYSTEMD: Final = "/run/systemd/system"
 COMMAND_S: Final = 20.0  # the vendor's library may look for devices
-ASK: Final = "from rebel import rds; print('rds', bool(rds.is_available()), int(rds.query_available_device_count()))"
+PROBE: Final = (
+    "from rebel import rds; "
+    "print('rds', bool(rds.is_available()), int(rds.query_available_device_count()))"
+)
 
 
-class Ran(NamedTuple):
-    """``code``: exit status, negative for a signal; None: it did not end within ``COMMAND_S``."""
+class CommandResult(NamedTuple):
+    """The outcome of a command.
+
+    ``code`` is its exit status, negative for a signal, or None if it did not end within
+    ``COMMAND_S``.
+    """
 
     code: int | None
     out: str
     err: str
 
 
-def run(command: Sequence[str]) -> Ran:
+def run_command(command: Sequence[str]) -> CommandResult:
     try:
         done = subprocess.run(
             command,
@@ -36,19 +46,27 @@ def run(command: Sequence[str]) -> Ran:
             errors="replace",
         )
     except subprocess.TimeoutExpired:
-        return Ran(None, "", "")
-    return Ran(done.returncode, done.stdout, done.stderr)
+        return CommandResult(None, "", "")
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def has_systemd() -> bool:
+    """Whether systemd runs here."""
     return os.path.isdir(SYSTEMD) and shutil.which("systemctl") is not None
 
 
 def check_rds(
-    *, wanted: bool, systemd: bool | None = None, ask: Callable[[Sequence[str]], Ran] = run
+    *,
+    wanted: bool,
+    systemd: bool | None = None,
+    ask: Callable[[Sequence[str]], CommandResult] = run_command,
 ) -> Iterator[Result]:
-    """``wanted``: settings ask for direct storage on RDS; then what is lacking is a failure."""
-    lacking = failed if wanted else warning
+    """Check service, library and devices.
+
+    ``wanted`` says that settings ask for direct storage on RDS: problems are failures then, else
+    warnings. ``systemd`` is None to find out whether it runs here. ``ask`` runs a command.
+    """
+    problem = failed if wanted else warning
     if has_systemd() if systemd is None else systemd:
         state = ask(["systemctl", "is-active", UNIT])
         if state.code == 0:
@@ -59,27 +77,27 @@ def check_rds(
                 if state.code is not None
                 else "no answer from systemctl"
             )
-            yield lacking(
+            yield problem(
                 "RDS service", f"{UNIT}: {found}"[:MAX_FOUND], f"journalctl -u {UNIT} -b --no-pager"
             )
     else:
         yield unknown(
             "RDS service", "no systemd here (a container?)", f"on the host: systemctl status {UNIT}"
         )
-    told = ask([sys.executable, "-c", ASK])
-    words = told.out.split()
-    if told.code is None:
-        yield lacking(
+    answer = ask([sys.executable, "-c", PROBE])
+    words = answer.out.split()
+    if answer.code is None:
+        yield problem(
             "RDS", f"rebel.rds gave no answer within {COMMAND_S:g} s", "see the driver's log"
         )
-    elif told.code != 0 or words[-3:-2] != ["rds"]:
-        last = (told.err.strip().splitlines() or [f"exit code {told.code}"])[-1]
-        yield lacking(
+    elif answer.code != 0 or words[-3:-2] != ["rds"]:
+        last = (answer.err.strip().splitlines() or [f"exit code {answer.code}"])[-1]
+        yield problem(
             "RDS", f"rebel.rds can't be asked: {last}"[:MAX_FOUND], "install rebel-compiler anew"
         )
     elif words[-2:-1] != ["True"] or words[-1] == "0":
         found = f"available: {words[-2]}, devices: {words[-1]}"
-        yield lacking(
+        yield problem(
             "RDS", found, f"systemctl status {UNIT}; without it direct storage goes through files"
         )
     else:

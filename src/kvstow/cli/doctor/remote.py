@@ -101,8 +101,8 @@ def check_objects(url: str, options: ObjectsOptions, clock: Clock) -> Iterator[R
 
 
 def check_mooncake(master: str) -> Iterator[Result]:
-    """Whether the client is installed, and the master's port is open. The client itself is not started: it would lend
-    memory, and a library that it lacks may end the process."""
+    """Whether the client is installed, and the master's port is open. The client itself is not
+    started: it would lend memory, and a library that it lacks may end the process."""
     if importlib.util.find_spec("mooncake") is None:
         found = "mooncake.master is set, and its client isn't installed"
         yield failed("mooncake", found, "pip install 'kvstow[mooncake]'")

@@ -1,4 +1,4 @@
-"""What a check says, and checks that can neither hang nor raise."""
+"""Results of checks, and the runner of checks that may hang or raise."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Final, NamedTuple
 from kvstow.errors import SettingsError
 from kvstow.runtime import run_within
 
-MAX_FOUND: Final = 400  # characters of what somebody else's message may add
+MAX_FOUND: Final = 400  # characters of another program's message
 CORRECT: Final = "correct the setting in the file or variable that it is from, then run this again"
 
 
 class Status(StrEnum):
+    """The outcome of a check."""
+
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
@@ -21,7 +23,7 @@ class Status(StrEnum):
 
 
 class Result(NamedTuple):
-    """``found`` is what is so, ``fix`` what to do about it, empty where nothing is."""
+    """A check's name, its outcome, what it found, and what to do about it (empty if nothing)."""
 
     check: str
     status: Status
@@ -33,31 +35,39 @@ Check = Callable[[], Iterable[Result]]
 
 
 def ok(check: str, found: str) -> Result:
+    """A result without a problem."""
     return Result(check, Status.OK, found)
 
 
 def warning(check: str, found: str, fix: str) -> Result:
+    """A problem with which kvstow works, less well."""
     return Result(check, Status.WARNING, found, fix)
 
 
 def failed(check: str, found: str, fix: str) -> Result:
+    """A problem with which kvstow does not work."""
     return Result(check, Status.FAILED, found, fix)
 
 
 def unknown(check: str, found: str, fix: str = "") -> Result:
+    """A check that could not be made."""
     return Result(check, Status.UNKNOWN, found, fix)
 
 
 def bounded(name: str, check: Check, limit_s: float) -> list[Result]:
-    """The results of ``check``, on a thread of its own that is left behind when it takes longer than ``limit_s``: what
-    hangs the doctor hangs the tier. Whatever it raises is a result too."""
+    """Runs ``check`` on a thread of its own, which is abandoned after ``limit_s``. Returns its
+    results.
+
+    A check that takes longer has failed: what hangs the doctor hangs the tier. An exception is a
+    result, too.
+    """
     ended = run_within("doctor", lambda: list(check()), limit_s)
     if ended is None:
         return [
             failed(name, f"no answer within {limit_s:g} s: it hangs", "see why before vLLM uses it")
         ]
     value, error = ended
-    if isinstance(error, SettingsError):  # what is wrong with them is a result already
+    if isinstance(error, SettingsError):  # another check reports it
         return [unknown(name, "not looked at: its settings are wrong", CORRECT)]
     if value is None:
         return [unknown(name, f"could not check: {type(error).__name__}: {error}"[:MAX_FOUND])]

