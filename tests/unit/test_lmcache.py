@@ -662,7 +662,7 @@ def test_o1_known_keys_of_extra_config_are_refused_or_ignored_with_a_line(name: 
     if EXTRA_KEYS[name].fate is Fate.REFUSED:
         assert EXTRA_KEYS[name].why in refused(extra_config=extra)
     elif EXTRA_KEYS[name].fate is Fate.WARNED:
-        text = f"{name} in LMCACHE_EXTRA_CONFIG has no effect: {EXTRA_KEYS[name].why}"
+        text = f"{name} (from LMCACHE_EXTRA_CONFIG) has no effect: {EXTRA_KEYS[name].why}"
         assert text in warned(given(extra_config=extra))
     else:
         assert f"{name} in LMCACHE_EXTRA_CONFIG: ignored. " in said(given(extra_config=extra))

@@ -89,7 +89,7 @@ PUBLIC: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         'extra_config:\n  s3_num_io_threads: 64\n  s3_region: "auto"\n  aws_access_key_id: "a"\n'
         '  aws_secret_access_key: "b"',
         {"objects.url": "s3://bucket", "objects.endpoint": "https://t3.storage.dev"},
-        ["aws_access_key_id in", "aws_secret_access_key in"],
+        ["aws_access_key_id (from", "aws_secret_access_key (from"],
     ),
     "a test of a local S3 server": (
         'local_cpu: False\nremote_url: "s3://localhost:8080/bench"\nremote_serde: "naive"\n'

@@ -18,10 +18,10 @@ from kvstow.backends.disk import frame_check
 from kvstow.backends.disk.scan import NamespaceUsage
 from kvstow.cli.data_directory import DataDirectory, DirectoryUsage, DirectoryView, EmptyDirectory
 from kvstow.cli.output import PIPED_COLUMNS, format_bytes
-from kvstow.text import printable
 from kvstow.errors import SettingsError, StoreError
 from kvstow.runtime import SystemClock
 from kvstow.settings import load
+from kvstow.text import printable
 
 EXIT_BAD: Final = 1
 SHOWN_DIGITS: Final = 16  # of a namespace

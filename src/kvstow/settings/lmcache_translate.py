@@ -13,6 +13,7 @@ from kvstow.settings.lmcache_keys import (
     KEYS,
     Entry,
     Fate,
+    Key,
     SourcedValue,
 )
 from kvstow.settings.lmcache_remote import translate_remote
@@ -73,17 +74,20 @@ def _refuse_and_note(draft: Draft, values: Mapping[str, SourcedValue]) -> None:
         elif is_off(value):
             off.append(name)
         else:
-            _refuse_or_warn(draft, key.fate, f"{name} (from {source})", key.why)
+            _refuse_or_warn(draft, key, source)
     for why, sources in ignored.items():
         draft.note(f"{', '.join(sources)}: ignored. {_sentence(why)}")
     if off:
         draft.note(f"LMCache's {', '.join(off)}: off, as in kvstow")
 
 
-def _refuse_or_warn(draft: Draft, fate: Fate, shown: str, why: str) -> None:
-    if fate is Fate.REFUSED:
-        raise SettingsError(f"LMCache's {shown} can't be served: {why}. Remove it")
-    draft.note(f"LMCache's {shown} has no effect: {why}", warns=True)
+def _refuse_or_warn(draft: Draft, key: Key, source: str) -> None:
+    """Refuse or warn of a key that is set and not off."""
+    if key.fate is Fate.REFUSED:
+        raise SettingsError(
+            f"LMCache's {key.name} (from {source}) can't be served: {key.why}. Remove it"
+        )
+    draft.note(f"LMCache's {key.name} (from {source}) has no effect: {key.why}", warns=True)
 
 
 def _sentence(text: str) -> str:
@@ -241,4 +245,4 @@ def _rest_of_extra(draft: Draft) -> None:
         elif key.fate is Fate.IGNORED or is_off(value):
             draft.note(f"{source}: ignored. {_sentence(key.why)}")
         else:
-            _refuse_or_warn(draft, key.fate, source, key.why)
+            _refuse_or_warn(draft, key, draft.values.source("extra_config"))
