@@ -118,7 +118,8 @@ class FrameCoder:
         group = self._layout.groups[header.key.group]
         if codec is None:
             raise FrameError(
-                f"codec {header.codec_id} with parameters {header.codec_parameters.hex()} is not known"
+                f"codec {header.codec_id} with parameters {header.codec_parameters.hex()} "
+                "is not known"
             )
         if codec.lossy and not header.lossy:
             raise FrameError(f"codec {codec.name} is lossy, and the frame says that it is exact")

@@ -1,5 +1,4 @@
-"""Exact: exponents, less a base for each channel, by Huffman codes; signs and mantissas as they
-are.
+"""Exact: exponents less a base for each channel, Huffman-coded; signs and mantissas as they are.
 
 Mantissas are noise, 6.97 of 7 bits; exponents have 2.9 bits of entropy, 2.56 once the mean exponent
 of their (layer, channel) is subtracted, and that is all there is to gain: 16 / (2.56 + 8) = 1.51

@@ -51,33 +51,40 @@ class Entry(NamedTuple):
 
 _MAPPED: Final = {
     "chunk_size": "`chunk_size`; where it isn't set, kvstow's `auto`",
-    "local_cpu": "host memory. With `false` the pool stays, as the way to the lower tiers; refused without one",
-    "max_local_cpu_size": "`memory.size`: GiB of a worker, or text such as `20 GB`, times the workers. Not set: 5, as "
-    "in LMCache; 0: 1, as the way to the lower tiers, refused without one",
+    "local_cpu": "host memory. With `false` the pool stays, as the way to the lower tiers; "
+    "refused without one",
+    "max_local_cpu_size": "`memory.size`: GiB of a worker, or text such as `20 GB`, times the "
+    "workers. Not set: 5, as in LMCache; 0: 1, as the way to the lower tiers, refused without one",
     "local_disk": "`disk.paths`, where `max_local_disk_size` is above 0; `~` is vLLM's user's home",
-    "max_local_disk_size": "`disk.size`: GiB of a worker, or text such as `100 GB`, times the workers. 0 or not set: "
-    "no disk tier, as in LMCache",
+    "max_local_disk_size": "`disk.size`: GiB of a worker, or text such as `100 GB`, times the "
+    "workers. 0 or not set: no disk tier, as in LMCache",
     "local_disk_path_sharding": "`by_gpu`: `disk.spread: device`; anything else is refused",
-    "remote_url": "`redis.url`, `objects.url` or `mooncake.master`, by its scheme; other schemes are refused",
+    "remote_url": "`redis.url`, `objects.url` or `mooncake.master`, by its scheme; other schemes "
+    "are refused",
     "remote_storage_plugins": "the remote tiers that kvstow has, by their type; others are refused",
-    "remote_serde": "the remote tier's `codec`: `naive` is `raw`, `cachegen` is `quantized`; anything else is refused",
+    "remote_serde": "the remote tier's `codec`: `naive` is `raw`, `cachegen` is `quantized`; "
+    "anything else is refused",
     "blocking_timeout_secs": "the remote tier's `timeout_ms`",
     "save_decode_cache": "`save_decode`",
-    "min_retrieve_tokens": "`fetch.min_tokens`, of the lower tiers: what is in host memory is always restored",
+    "min_retrieve_tokens": "`fetch.min_tokens`, of the lower tiers: what is in host memory is "
+    "always restored",
     "priority_limit": "`priority_limit`",
-    "cache_policy": "`memory.policy` and `disk.policy`: `LRU` and `FIFO`: `lru`; `LFU`: `s3fifo`; `MRU` is refused",
+    "cache_policy": "`memory.policy` and `disk.policy`: `LRU` and `FIFO`: `lru`; `LFU`: `s3fifo`; "
+    "`MRU` is refused",
     "storage_plugins": "`RDSBackend`: `direct.engine: rds`; others: `plugins.stores`",
     "extra_config": "key by key: see below",
 }
 
 _REFUSED: Final = {
     "enable_blending": "kvstow restores KV of exact prefixes only, not CacheBlend's approximation",
-    "enable_p2p": "there is no peer-to-peer transfer: let the engines share a remote tier (remote_url)",
+    "enable_p2p": "there is no peer-to-peer transfer: let the engines share a remote tier "
+    "(remote_url)",
     "enable_pd": "there is no disaggregated prefill: use one of vLLM's own connectors",
     "gds_path": "there is no GPUDirect Storage: set local_disk and max_local_disk_size",
     "maru_path": "there is no Maru tier: set local_disk or remote_url",
     "runtime_plugin_locations": "kvstow starts no scripts: start them beside vLLM",
-    "hit_miss_ratio": "hits can't be turned into misses: use the request parameter kvstow.skip_load in tests",
+    "hit_miss_ratio": "hits can't be turned into misses: use the request parameter "
+    "kvstow.skip_load in tests",
     "remote_config_url": "settings are not fetched: put them into a file",
     "enable_hidden_state_cache": "hidden states are not kept, only KV",
 }
@@ -96,7 +103,8 @@ _IGNORED: Final = {
     "memory.size is all that is allocated": "reserve_local_cpu_size",
     "bind vLLM with numactl": "numa_mode",
     "part of enable_blending": (
-        "blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens blend_special_str"
+        "blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens "
+        "blend_special_str"
     ),
     "part of enable_p2p": "p2p_host p2p_init_ports p2p_lookup_ports",
     "part of enable_p2p, enable_pd or NIXL storage": (
@@ -180,11 +188,13 @@ ALIASES: Final[Mapping[str, str]] = {
 """Older names of LMCache's keys, and the names they have now."""
 
 EXTRA_MAPPED: Final = {
-    "storage_plugin.NAME.module_path": "with `storage_plugin.NAME.class_name`: `plugins.stores`, `NAME=module:class`",
+    "storage_plugin.NAME.module_path": "with `storage_plugin.NAME.class_name`: `plugins.stores`, "
+    "`NAME=module:class`",
     "storage_plugin.NAME.…": "`plugins.options`, which the plug-in gets",
     "rds_buffer_size": "`direct.staging_size`: MiB of a worker, times the workers",
     "rds_max_chunks": "`direct.max_chunks`",
-    "rds_failure_policy": "`direct.failure_policy`: `ignore`; `raise` is kvstow's own; others are refused",
+    "rds_failure_policy": "`direct.failure_policy`: `ignore`; `raise` is kvstow's own; others are "
+    "refused",
     "redis_url": "`redis.url`, with `remote_storage_plugins: redis`",
     "remote_storage_plugin.redis.redis_url": "`redis.url`, with `remote_storage_plugins: redis`",
     "username": "the user in `redis.url`",
@@ -203,7 +213,8 @@ EXTRA_MAPPED: Final = {
     "protocol": "`mooncake.protocol`",
     "device_name": "`mooncake.device`",
     "local_hostname": "`mooncake.local_hostname`",
-    "global_segment_size": "`mooncake.segment_size`: bytes of a worker, times the workers; not set, 3.36 GB",
+    "global_segment_size": "`mooncake.segment_size`: bytes of a worker, times the workers; not "
+    "set, 3.36 GB",
 }
 """Keys of ``extra_config`` that become settings, and which, for the reference page."""
 
@@ -219,10 +230,12 @@ _EXTRA_WARNED: Final = {
 _EXTRA_IGNORED: Final = {
     "every frame holds its own metadata": "save_chunk_meta",
     "direct I/O is used wherever the filesystem takes it": "use_odirect use_direct_io",
-    "ranks that hold the same bytes store them once": "save_only_first_rank first_rank_max_local_cpu_size",
+    "ranks that hold the same bytes store them once": "save_only_first_rank "
+    "first_rank_max_local_cpu_size",
     "set redis.ttl": "valkey_enable_ttl valkey_ttl_sec",
     "set objects.threads": "s3_num_io_threads s3_max_io_concurrency s3_max_inflight_reqs",
-    "the client chooses": "s3_prefer_http2 transfer_timeout storage_root_dir mooncake_prefer_local_alloc",
+    "the client chooses": "s3_prefer_http2 transfer_timeout storage_root_dir "
+    "mooncake_prefer_local_alloc",
     "set mooncake.buffer_size": "local_buffer_size mooncake_local_buffer_size",
     "set redis.threads": "valkey_sync_num_workers resp_num_threads",
     "part of enable_nixl_storage": (

@@ -93,8 +93,10 @@ def _remote_urls(draft: Draft) -> list[RemoteUrl]:
         else:
             shown = MASK if ":" in plugin else plugin  # a URL here by mistake may have a password
             raise SettingsError(
-                f"LMCache's remote_storage_plugins (from {draft.values.source('remote_storage_plugins')}) "
-                f"names {shown}: kvstow has redis and mooncakestore; another store is a kvstow plug-in, "
+                f"LMCache's remote_storage_plugins (from "
+                f"{draft.values.source('remote_storage_plugins')}) "
+                f"names {shown}: kvstow has redis and mooncakestore; another store is a kvstow "
+                f"plug-in, "
                 "see plugins.stores"
             )
     return found
@@ -113,7 +115,8 @@ def _remote(draft: Draft, remote: RemoteUrl, mooncake_file: str | None) -> str:
         return _mooncake(draft, remote, rest, mooncake_file)
     schemes = ", ".join(f"{one}://" for one in (*REDIS_SCHEMES, S3, MOONCAKE))
     raise SettingsError(
-        f"LMCache's {remote.name} (from {draft.values.source(remote.name)}): kvstow has no {scheme}:// tier "
+        f"LMCache's {remote.name} (from {draft.values.source(remote.name)}): kvstow has no "
+        f"{scheme}:// tier "
         f"({redact_url(remote.url)}); it has {schemes}. For a directory set local_disk"
     )
 
@@ -160,7 +163,8 @@ def _objects(draft: Draft, remote: RemoteUrl, rest: str) -> str:
         prefix = path
     if not bucket:
         raise SettingsError(
-            f"LMCache's {remote.name} (from {draft.values.source(remote.name)}) names no bucket: write "
+            f"LMCache's {remote.name} (from {draft.values.source(remote.name)}) names no bucket: "
+            f"write "
             "s3://bucket, s3://bucket.host or s3://host:port/bucket"
         )
     parts = [bucket, prefix.strip("/"), str(draft.pop_extra("s3_file_prefix") or "").strip("/")]

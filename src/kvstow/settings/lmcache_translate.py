@@ -210,8 +210,10 @@ def _memory(draft: Draft, *, has_lower_tier: bool) -> None:
     if not values.flag("local_cpu", True):
         if not has_lower_tier:
             raise SettingsError(
-                f"LMCache's local_cpu is false (from {values.source('local_cpu')}) and no other tier is set: "
-                "nothing would be kept. Set local_cpu to true, or local_disk and max_local_disk_size, "
+                f"LMCache's local_cpu is false (from {values.source('local_cpu')}) and no other "
+                f"tier is set: "
+                "nothing would be kept. Set local_cpu to true, or local_disk and "
+                "max_local_disk_size, "
                 "or remote_url"
             )
         draft.note(
@@ -222,7 +224,8 @@ def _memory(draft: Draft, *, has_lower_tier: bool) -> None:
         raise values.error("max_local_cpu_size", "more than 0: no other tier is set")
     if not size:
         text = (
-            "max_local_cpu_size is 0, and KV passes host memory on its way to every other tier: each "
+            "max_local_cpu_size is 0, and KV passes host memory on its way to every other tier: "
+            "each "
             f"worker has {MINIMAL_POOL_GIB:g} GiB. To set more or less, set memory.size"
         )
         draft.note(text, warns=True)

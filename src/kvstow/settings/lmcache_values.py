@@ -186,7 +186,8 @@ class Draft:
         """Set a size of an engine from LMCache's ``name``, a size of each worker."""
         total = worker_bytes * self.workers
         self.note(
-            f"{name} is of each worker, kvstow's sizes are per engine: {worker_bytes / GIB:g} GiB x "
+            f"{name} is of each worker, kvstow's sizes are per engine: {worker_bytes / GIB:g} GiB "
+            f"x "
             f"{self.workers} = {key} {format_size(total)}"
         )
         self.set(key, total, name)

@@ -58,7 +58,7 @@ class DeviceSuite:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * mmap.PAGESIZE
 
-    # --- helpers ---------------------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     @pytest.fixture
     def device(self) -> Iterator[Device]:
@@ -103,7 +103,7 @@ class DeviceSuite:
     def round_trip(
         self, device: Device, built: Built, blocks_per_chunk: int, seed: int = 1
     ) -> GroupPages:
-        """Copies chunks out of shuffled blocks, overwrites all pages, and copies into other blocks."""
+        """Copies chunks out of blocks, overwrites all pages, and copies into other blocks."""
         chunks = 2
         pages, host = self.attach(device, built, blocks_per_chunk, chunks)
         rng = random.Random(seed)
@@ -129,7 +129,7 @@ class DeviceSuite:
         assert bytes(host.memory) == stored, "a load changed its place"
         return pages
 
-    # --- layouts ---------------------------------------------------------------------------------------------------
+    # --- layouts ----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
@@ -186,7 +186,7 @@ class DeviceSuite:
         )
         assert host.payload(0) == expected
 
-    # --- parts, groups, shards -------------------------------------------------------------------------------------
+    # --- parts, groups, shards --------------------------------------------------------------------
 
     @pytest.mark.parametrize("layout", ["kv_first", "packed_lbhnc", "packed_bhlnc"])
     def test_part_of_a_chunk(self, device: Device, layout: str) -> None:
@@ -236,7 +236,7 @@ class DeviceSuite:
         assert host.untouched([(0, 1)])
         assert host.payload(0, 1) == b"".join(block_bytes(built, name, 3) for name in built.specs)
 
-    # --- order and ends --------------------------------------------------------------------------------------------
+    # --- order and ends ---------------------------------------------------------------------------
 
     def test_many_tickets_end_each_once(self, device: Device) -> None:
         built = self.build("packed_lbhnc", blocks=32)
@@ -288,7 +288,7 @@ class DeviceSuite:
             finished.failed == () and finished.moved_bytes == 0 for finished in ended.values()
         )
 
-    # --- failures --------------------------------------------------------------------------------------------------
+    # --- failures ---------------------------------------------------------------------------------
 
     def test_a8_bad_transfers_fail_alone(self, device: Device) -> None:
         built = self.build("packed_lbhnc")
@@ -352,7 +352,7 @@ class DeviceSuite:
             assert ended[ticket].moved_bytes == 0
         device.close()
 
-    # --- life ------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     def test_o6_attach_again_uses_the_new_memory_only(self, device: Device) -> None:
         old = self.build("packed_lbhnc")

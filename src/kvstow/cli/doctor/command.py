@@ -71,7 +71,7 @@ def doctor(
         int,
         typer.Option(
             min=1,
-            help="With --lmcache: tensor times pipeline parallel size, by which sizes are multiplied.",
+            help="With --lmcache: tensor times pipeline parallel size, which multiplies sizes.",
         ),
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,

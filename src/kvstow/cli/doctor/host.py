@@ -55,7 +55,8 @@ def check_hash_seed(seed: str | None, tiers: Collection[str], *, rbln: bool) -> 
     elif tiers:
         yield ok(
             SEED,
-            "not set: fine with vLLM's default, --prefix-caching-hash-algo sha256; xxhash needs a fixed one",
+            "not set: fine with vLLM's default, --prefix-caching-hash-algo sha256; xxhash needs a "
+            "fixed one",
         )
     else:
         yield ok(SEED, "not set, and no tier outlives vLLM's process")
@@ -85,7 +86,10 @@ def check_pool_dir(pool_dir: str | None) -> Iterator[Result]:
     """Warn of a pool directory on a disk."""
     mount = filesystem_of(pool_dir) if pool_dir is not None and os.path.isdir(pool_dir) else None
     if mount is not None and mount.kind not in (TMPFS, HUGE):
-        found = f"memory.pool_dir {pool_dir} is on {mount.kind} ({mount.source}): the kernel writes the pool to it"
+        found = (
+            f"memory.pool_dir {pool_dir} is on {mount.kind} ({mount.source}): the kernel writes "
+            "the pool to it"
+        )
         yield warning("memory.pool_dir", found, POOL_DIR)
 
 

@@ -31,9 +31,12 @@ CONFIG: Final = '{"kv_connector":"KVStowConnector","kv_role":"kv_both"}'
 START: Final = f"start vLLM with --kv-transfer-config '{CONFIG}', and without --disable-log-stats"
 GRACE_S: Final = 5.0  # beyond --timeout, for a call of the system that has begun
 _TEXT: Final = (
-    "the of and to in is was for on that by this with from they are which not have were one all we can has been out "
-    "other time some would these more her two its then do first any my now such like our over man me even most made "
-    "after also did many before must through years where much your way well down should because each just those people"
+    "the of and to in is was for on that by this with from they are which not have were one all "
+    "we can has been out "
+    "other time some would these more her two its then do first any my now such like our over man "
+    "me even most made "
+    "after also did many before must through years where much your way well down should because "
+    "each just those people"
 )
 WORDS: Final = tuple(_TEXT.split())
 
@@ -73,7 +76,8 @@ def verify_offload(
             raise SettingsError(f"--api-key-env {api_key_env}: that variable is not set")
         if not (key.isascii() and key.isprintable()):
             raise SettingsError(
-                f"--api-key-env {api_key_env}: what it holds is no key: one line of ASCII is expected"
+                f"--api-key-env {api_key_env}: what it holds is no key: one line of ASCII is "
+                f"expected"
             )
     clock = SystemClock()
     deadline_s = clock.monotonic() + timeout
@@ -239,14 +243,16 @@ def _show(report: dict[str, Any]) -> None:
         first, second = report["first"], report["second"]
         same = "identical" if report["identical"] else "different"
         print(
-            f"time to first token: {first['ttft_s'] * 1e3:.0f} ms, then {second['ttft_s'] * 1e3:.0f} ms; {same} text"
+            f"time to first token: {first['ttft_s'] * 1e3:.0f} ms, then "
+            f"{second['ttft_s'] * 1e3:.0f} ms; {same} text"
         )
         stored = (
             ", ".join(f"{chunks:.0f} in {tier}" for tier, chunks in report["stored_chunks"].items())
             or "none"
         )
         print(
-            f"{second['prompt_tokens']} prompt tokens, chunks of {report['chunk_tokens']}; stored: {stored}"
+            f"{second['prompt_tokens']} prompt tokens, chunks of {report['chunk_tokens']}; "
+            f"stored: {stored}"
         )
     for note in report.get("notes", ()):
         print(f"note: {note}")

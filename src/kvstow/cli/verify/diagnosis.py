@@ -93,7 +93,8 @@ def diagnose(observed: Observation) -> Verdict:
         tiers = ", ".join(f"{tokens:.0f} tokens from {tier}" for tier, tokens in hits.items())
         return Verdict(Code.RESTORED, True, f"the second request reused KV: {tiers}")
     if observed.second.prompt_tokens < observed.chunk_tokens:
-        why = f"the prompt has {observed.second.prompt_tokens} tokens, and a chunk {observed.chunk_tokens}"
+        tokens = observed.second.prompt_tokens
+        why = f"the prompt has {tokens} tokens, and a chunk {observed.chunk_tokens}"
         return Verdict(
             Code.TOO_SHORT,
             False,
@@ -135,13 +136,15 @@ def _not_stored(whole: Snapshot) -> Verdict:
             Code.SWITCHED_OFF,
             False,
             "kvstow neither looked for the prompt nor stored it: it is switched off",
-            "look for `kvstow is switched off` and `A worker reports` in vLLM's log, and restart vLLM",
+            "look for `kvstow is switched off` and `A worker reports` in vLLM's log, and restart "
+            "vLLM",
         )
     return Verdict(
         Code.NOT_STORED,
         False,
         "kvstow looked for the prompt and stored nothing",
-        "kv_role must be kv_both (not kv_consumer), and `Host pool mapped by` must be in vLLM's log",
+        "kv_role must be kv_both (not kv_consumer), and `Host pool mapped by` must be in vLLM's "
+        "log",
     )
 
 

@@ -49,7 +49,7 @@ class Snapshot:
         return max((value for (one, _), value in self._samples.items() if one == name), default=0.0)
 
     def sums_by(self, name: str, *labels: str) -> dict[str, float]:
-        """Sums of a metric that are not 0, by the values of ``labels``, which are joined by spaces."""
+        """A metric's sums other than 0, by the values of ``labels``, joined by spaces."""
         sums: dict[str, float] = {}
         for (one, pairs), value in self._samples.items():
             if one == name and value:
