@@ -27,7 +27,10 @@ def direct_places(
 
 
 class MemoryDisk:
-    """A file in memory; ``chance``: of a call to fail, to be short, or to leave a flipped bit behind."""
+    """A file in memory.
+
+    ``chance``: of a call to fail, to be short, or to leave a flipped bit behind.
+    """
 
     def __init__(self, size: int, rng: random.Random, chance: float) -> None:
         self.data = bytearray(size)

@@ -22,7 +22,9 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 
 
 class Sim:
-    """``metas``: what each step's workers were told. Copies and background work end only when ``work`` says so,
+    """``metas``: what each step's workers were told.
+
+    Copies and background work end only when ``work`` says so,
     or in steps with ``work=True``."""
 
     def __init__(
@@ -54,7 +56,7 @@ class Sim:
         while self.engine.step():  # the pool is mapped
             pass
 
-    # --- requests ----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def add(
         self, req_id: str, tokens: Iterable[int], max_tokens: int = 1, **options: Any
@@ -71,7 +73,7 @@ class Sim:
         self.settle()
         return request
 
-    # --- time --------------------------------------------------------------------------------------------------------
+    # --- time -------------------------------------------------------------------------------------
 
     def schedule(self) -> SimOutput:
         output = self.engine.schedule()
@@ -120,7 +122,7 @@ class Sim:
         for request in self.requests.values():
             self.check_output(request)
 
-    # --- what to see -------------------------------------------------------------------------------------------------
+    # --- what to see ------------------------------------------------------------------------------
 
     def check_output(self, request: SimRequest) -> None:
         """The tokens are those of an engine without any cache."""

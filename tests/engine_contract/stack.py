@@ -317,8 +317,9 @@ def build_stack(
 ) -> Stack:
     """``fetch_min_tokens`` 0: whatever a lower tier has is loaded; None: as learned.
 
-    ``connector``: the scheduler's, already built by vLLM; else one is made. ``make_tiers`` gives other lower tiers
-    than the shape's, from what a ``Tier`` needs and the list of executors to add to."""
+    ``connector``: the scheduler's, already built by vLLM; else one is made. ``make_tiers`` gives
+    other lower tiers than the shape's, from what a ``Tier`` needs and the list of executors to add
+    to."""
     config = config or vllm_config(shape)
     kv_config = kv_cache_config(shape)
     clock, metrics = clock or ManualClock(), Metrics()

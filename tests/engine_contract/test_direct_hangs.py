@@ -1,4 +1,7 @@
-"""NVMe that stops answering: who asked first waits, none after; once it answers, all is found again."""
+"""NVMe that stops answering: who asked first waits, none after.
+
+Once it answers, all is found again.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,10 @@ def test_d3_resumed_with_other_blocks() -> None:
 
 
 def _stored(sim: Sim, request: SimRequest, computed: int, scheduled: int, *, new: bool) -> int:
-    """Chunks that a step of ``scheduled`` tokens stores; ``new``: vLLM shows all of the request's blocks."""
+    """Chunks that a step of ``scheduled`` tokens stores.
+
+    ``new``: vLLM shows all of the request's blocks.
+    """
     blocks = (list(range(1, 21)),)
     output = SimOutput(num_scheduled_tokens={request.request_id: scheduled})
     if new:

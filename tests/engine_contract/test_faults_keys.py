@@ -120,7 +120,7 @@ def test_b5_salts_are_kept_apart_and_their_text_is_nowhere() -> None:
         assert "tenant" not in name
 
 
-# --- B11: identifiers that say nothing of the content ----------------------------------------------
+# --- B11: identifiers that say nothing of the content ---------------------------------------------
 
 COUNTER = "renderer0-mm-1-image-0"  # vLLM's first image of any process, with its caches off
 CHOSEN = "my-picture"

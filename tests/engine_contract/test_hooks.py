@@ -1,4 +1,7 @@
-"""Every hook of vLLM's connector: guarded, part of the start, or inherited on purpose; and what a guard does."""
+"""Every hook of vLLM's connector: guarded, part of the start, or inherited on purpose.
+
+And what a guard does.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ START = {
     "set_xfer_handshake_metadata_pp_aware",
     "supports_sleep_mode",
 }
-# These return a constant, or build an object that contains its own errors (tests/unit/test_metrics.py).
+# These return a constant, or build an object that contains its own errors
+# (tests/unit/test_metrics.py).
 CONSTANT = {
     "build_kv_connector_stats",
     "build_prom_metrics",
@@ -83,7 +87,8 @@ def request() -> Any:
     return make_request(Shape(), "r", prompt(40))
 
 
-# For each guarded hook: the side's method behind it, its arguments, and what vLLM must get when that method raises.
+# For each guarded hook: the side's method behind it, its arguments, and what vLLM must get when
+# that method raises.
 Case = tuple[str, Callable[[], tuple[Any, ...]], Any]
 SCHEDULER: dict[str, Case] = {
     "get_num_new_matched_tokens": ("num_new_matched_tokens", lambda: (request(), 0), (0, False)),
@@ -190,7 +195,10 @@ def test_a_worker_hook_that_raises_switches_the_engine_off(name: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("method", ["copy_in", "copy_out", "finished", "fence"])
 def test_a_device_that_raises_fails_no_request(method: str, tp: int) -> None:
-    """Loads and stores are under way, on one of the ranks; every request ends with the right tokens."""
+    """Loads and stores are under way, on one of the ranks.
+
+    Every request ends with the right tokens.
+    """
     driver = Driver(Shape(prefix_caching=False, tp=tp))
     driver.may_break = True
     prompts = [prompt(100, seed) for seed in range(3)]
@@ -234,7 +242,7 @@ def test_a_failure_that_the_user_wants_to_end_vllm_passes() -> None:
     driver.close()
 
 
-# --- sleep mode (vLLM 0.33) ------------------------------------------------------------------------------------------
+# --- sleep mode (vLLM 0.33) -----------------------------------------------------------------------
 
 
 def test_sleeping_waits_for_copies_and_waking_goes_on() -> None:

@@ -127,7 +127,10 @@ def changing(
     speeds: dict[float, float],
     at: list[tuple[float, Any]],
 ) -> list[Served]:
-    """Serve while the store's speed changes at the given seconds; memory forgets everything then."""
+    """Serve while the store's speed changes at the given seconds.
+
+    Memory forgets everything then.
+    """
     began_s, step, left = server.clock.monotonic(), server.side.build_meta, list(speeds.items())
 
     def build_meta(output: Any) -> Any:

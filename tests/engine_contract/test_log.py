@@ -22,7 +22,10 @@ def test_request_ids_cannot_write_lines_of_the_log(caplog: pytest.LogCaptureFixt
 
 
 def test_a_device_that_always_fails_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Copies fail in every step; of each rank a few lines a minute say so, in its log and in the scheduler's."""
+    """Copies fail in every step.
+
+    Of each rank a few lines a minute say so, in its log and in the scheduler's.
+    """
     sim = Sim(Shape(tp=2, batched_tokens=256), fails=lambda load, transfers: range(len(transfers)))
 
     def said(minutes: int) -> list[str]:

@@ -1,7 +1,8 @@
 """A lossy lower tier in front of an exact one: what was computed on lossy KV is never taken for exact.
 
-Pages are simulated. A lossy codec's mark is a bit that a real one's error stands for: a forward pass that attends to a
-marked position leaves marks on what it writes. The tokens stay right, so that nothing but the mark tells.
+Pages are simulated. A lossy codec's mark is a bit that a real one's error stands for: a forward
+pass that attends to a marked position leaves marks on what it writes. The tokens stay right, so
+that nothing but the mark tells.
 """
 
 from __future__ import annotations
@@ -119,7 +120,10 @@ class World:
         return tiers
 
     def check(self) -> None:
-        """What passes for exact has no mark, in any place; and no request is thought tainted that is not."""
+        """What passes for exact has no mark, in any place.
+
+        And no request is thought tainted that is not.
+        """
         stack = self.driver.stack
         index, pool = stack.cache._index, stack.pool
         for key, slot in index._resident.items():
@@ -202,7 +206,7 @@ def test_lossy_chunks_are_loaded_and_taint() -> None:
         world.driver.close()
 
 
-# --- in order -------------------------------------------------------------------------------------------------------
+# --- in order -------------------------------------------------------------------------------------
 
 
 def serve(world: World, req_id: str, tokens: list[int], **options: Any) -> None:

@@ -1,4 +1,7 @@
-"""The connector under vLLM's own scheduler, random traffic and faults; every byte that is read is checked."""
+"""The connector under vLLM's own scheduler, random traffic and faults.
+
+Every byte that is read is checked.
+"""
 
 from __future__ import annotations
 
@@ -122,9 +125,11 @@ CROWDED = Shape(
 
 @pytest.mark.parametrize("found", [True, False])
 def test_a_request_without_room_lets_those_pass_whose_loads_keep_it(found: bool) -> None:
-    """vLLM 0.30 asks in order, and goes no further than to the first request that has no room. Here that one waited for
-    a lower tier, which gives it what it has or not, while two behind it were loaded; each of the three takes 40 % of
-    the blocks."""
+    """vLLM 0.30 asks in order, and goes no further than to the first request that has no room.
+
+    Here that one waited for
+    a lower tier, which gives it what it has or not, while two behind it were loaded; each of the
+    three takes 40 % of the blocks."""
     driver = Driver(CROWDED, fetch_deadline_s=10.0)
     prompts = [prompt(170, seed) for seed in range(3)]
     stored(driver, prompts, 0)
@@ -145,7 +150,9 @@ def test_a_request_without_room_lets_those_pass_whose_loads_keep_it(found: bool)
 @pytest.mark.parametrize("lost", ["all", "half"])
 @pytest.mark.parametrize("large", [1, 6])
 def test_a_request_without_room_lets_those_pass_whose_loads_failed(large: int, lost: str) -> None:
-    """vLLM 0.30 keeps room for a request whose load failed, until it has run; and that one is behind ``large`` others,
+    """vLLM 0.30 keeps room for a request whose load failed, until it has run.
+
+    And that one is behind ``large`` others,
     which waited for a lower tier and have no room for it. One more gives up on the way."""
     half = lost == "half"
     driver = Driver(

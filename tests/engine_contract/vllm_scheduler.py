@@ -1,7 +1,7 @@
 """Drives vLLM's own Scheduler and KVCacheManager over the real connector, with simulated compute.
 
-``Driver.step`` is one turn of vLLM's engine core loop. After each step no copy may be using a block that the
-scheduler has given back, and kvstow must not have switched itself off.
+``Driver.step`` is one turn of vLLM's engine core loop. After each step no copy may be using a block
+that the scheduler has given back, and kvstow must not have switched itself off.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Driver:
         configure: Callable[[VllmConfig], None] = lambda config: None,
         **stack: Any,
     ) -> None:
-        """``depth``: steps that are under way at once; ``configure`` changes vLLM's configuration."""
+        """``depth``: steps that are under way at once.
+
+        ``configure`` changes vLLM's configuration.
+        """
         config = vllm_config(shape)
         configure(config)
         self._depth = depth or (2 if shape.async_scheduling else 1)
@@ -83,7 +86,7 @@ class Driver:
         self._aggregator = KVOutputAggregator(shape.tp)
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
 
-    # --- requests ----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def add(
         self, req_id: str, prompt: Sequence[int] | None, max_tokens: int = 1, **kwargs: Any
@@ -105,7 +108,7 @@ class Driver:
     def unfinished(self) -> list[str]:
         return [req_id for req_id, request in self.requests.items() if not request.is_finished()]
 
-    # --- the loop ----------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def step(self, between: Any = None) -> bool:
         """One turn; ``between`` runs while the model executes. False: the engine sleeps."""
@@ -188,7 +191,7 @@ class Driver:
             ]
             assert not freed, f"blocks {freed} were given back while a copy uses them"
 
-    # --- ends --------------------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def run(self, *req_ids: str, chance: float = 1.0) -> None:
         """Step until these requests (all, by default) have finished."""
@@ -218,7 +221,10 @@ class Driver:
         self.stack.check_idle()
 
     def reset(self, *, running: bool) -> bool:
-        """``reset_prefix_cache`` with the connector's. The weights change if the engine says that it worked."""
+        """``reset_prefix_cache`` with the connector's.
+
+        The weights change if the engine says that it worked.
+        """
         try:
             done = self.scheduler.reset_prefix_cache(
                 reset_running_requests=running, reset_connector=True

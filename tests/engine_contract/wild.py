@@ -1,8 +1,8 @@
 """One engine core under vLLM's own scheduler with everything at once: tiers that fail and hang, pipelines, drafts.
 
-``Wild`` is a ``Driver`` whose steps overlap as vLLM's do (asynchronous scheduling, pipelines), with speculative
-decoding, priorities, adapters, salts, images and embedded prompts, several lower tiers and every setting of kvstow's
-that changes an order of events.
+``Wild`` is a ``Driver`` whose steps overlap as vLLM's do (asynchronous scheduling, pipelines), with
+speculative decoding, priorities, adapters, salts, images and embedded prompts, several lower tiers
+and every setting of kvstow's that changes an order of events.
 """
 
 from __future__ import annotations
@@ -329,12 +329,14 @@ class Wild(Driver):
             tiers.append(Tier(f"t{i}", store, executor, limits=limits, coder=coder, **needs))
         return tiers
 
-    # --- requests ----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def add_any(
         self, req_id: str, prompt: Sequence[int], max_tokens: int, options: dict[str, Any]
     ) -> Request:
-        """A request of a random kind, the same for prompts that begin alike; ``truth`` is what each position of its
+        """A request of a random kind, the same for prompts that begin alike.
+
+        ``truth`` is what each position of its
         prompt stands for."""
         rng, kwargs = random.Random(str(prompt[:4])), dict(options)
         truth = list(prompt)
@@ -389,7 +391,7 @@ class Wild(Driver):
             )
             got.append(token)
 
-    # --- time --------------------------------------------------------------------------------------------------------
+    # --- time -------------------------------------------------------------------------------------
 
     def _executed(self, output: Any) -> None:
         """What vLLM's core does after a step that it has waited for."""
@@ -426,7 +428,7 @@ class Wild(Driver):
         for executor in self.hanging:
             executor.release(chance)
 
-    # --- ends --------------------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def settle(self, chance: float = 1.0) -> None:
         for executor in self.hanging:

@@ -1,4 +1,4 @@
-"""The simulated engine's block pool: reference counts and a prefix cache, and no mercy in what is reused next."""
+"""The simulated engine's block pool: reference counts and a prefix cache."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 
 class SimBlockPool:
-    """Block 0 is the null block. A block that was just freed is often the next to be given out, so whoever still
-    copies it is found out; vLLM's pool, least recently freed first, would hide that for a while."""
+    """Gives out often the block that was freed last, so that a copy that still uses it is found.
+
+    vLLM's pool, least recently freed first, would hide such a fault for a while. Block 0 is the
+    null block.
+    """
 
     def __init__(self, num_blocks: int, rng: random.Random) -> None:
         self.num_blocks = num_blocks
@@ -23,7 +26,7 @@ class SimBlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` blocks with one reference each; None: not enough."""
+        """Returns ``count`` blocks with one reference each, or None if too few are free."""
         if count > len(self._free):
             return None
         taken = []
@@ -45,7 +48,7 @@ class SimBlockPool:
                 self._free.append(block)
 
     def hit(self, hashes: Sequence[bytes]) -> list[int]:
-        """Cached blocks of the leading hashes. Nothing is referenced yet."""
+        """Returns the cached blocks of the leading hashes, without a reference."""
         blocks: list[int] = []
         for name in hashes:
             block = self._cached.get(name)
@@ -54,27 +57,27 @@ class SimBlockPool:
             blocks.append(block)
         return blocks
 
-    def take(self, blocks: Sequence[int]) -> None:
-        """One more reference on cached blocks."""
+    def reference(self, blocks: Sequence[int]) -> None:
+        """Adds a reference to cached blocks."""
         for block in blocks:
             if not self.refs[block]:
                 self._free.remove(block)
             self.refs[block] += 1
 
     def cache(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Make full blocks findable; the first one of a hash wins."""
+        """Adds full blocks to the prefix cache; the first one of a hash wins."""
         for block, name in zip(blocks, hashes, strict=False):
             if name not in self._cached and block not in self._hash_of:
                 self._cached[name] = block
                 self._hash_of[block] = name
 
     def forget_cached(self) -> None:
-        """Empty the prefix cache."""
+        """Empties the prefix cache."""
         self._cached.clear()
         self._hash_of.clear()
 
     def check_integrity(self) -> None:
-        """Assert that every block is either free, once, or referenced."""
+        """Asserts that every block is either free, once, or referenced."""
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert {block for block in range(1, self.num_blocks) if not self.refs[block]} == set(
             self._free

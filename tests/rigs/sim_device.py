@@ -11,7 +11,7 @@ from kvstow.device.base import Device, Finished, KVSpec, Transfer
 from kvstow.layout import GroupPages, Place
 
 Fails = Callable[[bool, Sequence[Transfer]], Iterable[int]]
-"""Given ``load`` and the transfers of a ticket, the indices that shall fail."""
+"""Returns, from ``load`` and a ticket's transfers, the indices that fail."""
 
 
 @dataclass(slots=True)
@@ -24,10 +24,10 @@ class _Flight:
 
 
 class WatchedDevice:
-    """Passes on to ``inner``; asserts that no forward pass and no other copy touches what a copy is using.
+    """Asserts that no forward pass and no other copy touches the blocks of a copy of ``inner``.
 
-    ``fails`` picks transfers that end as failures after leaving garbage in the pages they should have filled:
-    ``scribble`` does that. A place whose copy-out fails keeps whatever it held.
+    ``fails`` picks transfers that end as failures. A failed load leaves garbage in its pages,
+    written by ``scribble``; a failed store leaves its place as it was.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class WatchedDevice:
         self._flights: dict[int, _Flight] = {}
         self._ended: list[Finished] = []
 
-    # --- what a simulated forward pass asks ------------------------------------------------------------------------
+    # --- checks of a simulated forward pass -------------------------------------------------------
 
     def before_read(self, blocks: Iterable[int]) -> None:
-        """A forward pass reads these pages: no load may still be filling them."""
+        """Asserts, before a forward pass reads these pages, that no load is filling them."""
         for ticket, flight in self._flights.items():
             busy = flight.blocks.intersection(blocks) if flight.load else ()
             assert not busy, (
@@ -56,7 +56,7 @@ class WatchedDevice:
             )
 
     def before_write(self, blocks: Iterable[int]) -> None:
-        """A forward pass writes these pages: no copy may be using them."""
+        """Asserts, before a forward pass writes these pages, that no copy uses them."""
         for ticket, flight in self._flights.items():
             busy = flight.blocks.intersection(blocks)
             assert not busy, (
@@ -64,15 +64,15 @@ class WatchedDevice:
             )
 
     def in_flight_blocks(self) -> set[int]:
-        """Pages that copies still use."""
+        """Returns the pages that copies still use."""
         return {block for flight in self._flights.values() for block in flight.blocks}
 
     @property
     def in_flight(self) -> int:
-        """Copies whose end was not taken yet."""
+        """The number of copies whose end was not taken yet."""
         return len(self._flights)
 
-    # --- Device ----------------------------------------------------------------------------------------------------
+    # --- Device -----------------------------------------------------------------------------------
 
     def attach(
         self, kv_caches: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, KVSpec]]

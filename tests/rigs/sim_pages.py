@@ -1,8 +1,9 @@
-"""KV pages of simulated compute: every byte depends on all tokens before it, so a wrong page cannot look right.
+"""KV pages of simulated compute: every byte depends on all tokens before it.
 
-No model runs. ``Prefix`` chains a 64-bit state over the tokens of a sequence, as attention's KV depends on its
-whole prefix; ``Pages`` writes the state of each position into real tensors, each layer's and rank's differently,
-and tells whether they hold what they must. The bytes of a page are this module's own; only whole blocks move.
+No model runs. ``Prefix`` chains a 64-bit state over the tokens of a sequence, as attention's KV
+depends on its whole prefix; ``Pages`` writes the state of each position into real tensors, each
+layer's and rank's differently, and compares them with the expected states. The bytes of a page are
+this module's own; only whole blocks move.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WORDS_PER_TOKEN: Final = 2
 
 
 def mix(state: int, value: int) -> int:
-    """A cheap 64-bit hash of both: the splitmix64 finaliser."""
+    """Returns a cheap 64-bit hash of both: the splitmix64 finaliser."""
     x = (state ^ ((value + 1) * 0x9E3779B97F4A7C15)) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -28,14 +29,14 @@ def mix(state: int, value: int) -> int:
 
 
 class Prefix:
-    """State of each position of one sequence of tokens. ``seed`` stands for the weights (and the adapter)."""
+    """The state of each position of one sequence. ``seed`` stands for weights and adapter."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._states: list[int] = []
 
     def states(self, tokens: Sequence[int], start: int, end: int) -> Any:
-        """uint64 states of positions ``start .. end``; ``tokens`` only ever grows between calls."""
+        """Returns the uint64 states of positions ``start .. end``. ``tokens`` only grows."""
         state = self._states[-1] if self._states else mix(0, self._seed)
         for position in range(len(self._states), end):
             state = mix(state, tokens[position])
@@ -43,18 +44,21 @@ class Prefix:
         return numpy.array(self._states[start:end], dtype=numpy.uint64)
 
     def truncate(self, count: int) -> None:
-        """Tokens from ``count`` on were not what they turn out to be: rejected drafts."""
+        """Forgets the tokens from ``count`` on: they were drafts that were rejected."""
         del self._states[count:]
 
 
 def next_token(states: Any, vocab: int) -> int:
-    """Greedy sampling of a model that attends to every position before: one wrong state changes it."""
+    """Samples greedily, as a model that attends to all positions: one wrong state changes it."""
     folded = int(numpy.bitwise_xor.reduce(states)) if len(states) else 0
     return mix(folded, len(states)) % vocab
 
 
 class Pages:
-    """One rank's KV tensors, in vLLM's packed form ``[blocks, heads, tokens, K and V]``, float32, one head."""
+    """One rank's KV tensors, in vLLM's packed form, float32, one head.
+
+    Their axes are ``[blocks, heads, tokens, K and V]``.
+    """
 
     def __init__(self, num_blocks: int, block_tokens: int, layers: int, rank: int) -> None:
         self.block_tokens = block_tokens
@@ -67,13 +71,13 @@ class Pages:
         self._words = [t.numpy().view(numpy.uint64).reshape(flat) for t in self.tensors.values()]
 
     def write(self, blocks: Sequence[int], start: int, states: Any) -> None:
-        """What a forward pass does: fill positions ``start ..`` of a sequence whose block table is ``blocks``."""
+        """Fills positions ``start ..`` of a sequence with this block table, as a forward pass does."""
         rows = self._rows(blocks, start, start + len(states))
         for words, factor in zip(self._words, self._factor, strict=True):
             words[rows] = _words_of(states, factor)
 
     def wrong(self, blocks: Sequence[int], states: Any) -> int | None:
-        """First position of ``0 .. len(states)`` whose bytes are not exactly the expected ones."""
+        """Returns the first position of ``0 .. len(states)`` with unexpected bytes, or None."""
         rows = self._rows(blocks, 0, len(states))
         for words, factor in zip(self._words, self._factor, strict=True):
             equal = (words[rows] == _words_of(states, factor)).all(axis=1)
@@ -82,12 +86,12 @@ class Pages:
         return None
 
     def scribble(self, blocks: Sequence[int]) -> None:
-        """Garbage, as a copy leaves it that failed half-way."""
+        """Writes garbage, as a copy leaves it that failed half-way."""
         for words in self._words:
             words[self._rows(blocks, 0, len(blocks) * self.block_tokens)] = 0xDEADBEEF
 
     def states(self, blocks: Sequence[int], count: int) -> Any:
-        """What positions ``0 .. count`` hold, turned back into states: the input of sampling."""
+        """Returns the states that positions ``0 .. count`` hold: the input of sampling."""
         rows = self._rows(blocks, 0, count)
         inverse = pow(self._factor[0], -1, MASK + 1)
         with numpy.errstate(over="ignore"):
@@ -101,7 +105,7 @@ class Pages:
 
 
 def _words_of(states: Any, factor: int) -> Any:
-    """Two words a token, each a bijection of its state."""
+    """Returns two words a token, each a bijection of its state."""
     with numpy.errstate(over="ignore"):
         first = states * numpy.uint64(factor)
     return numpy.stack((first, ~first), axis=1)

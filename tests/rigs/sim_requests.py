@@ -1,4 +1,4 @@
-"""Requests and scheduler outputs with the fields of vLLM's that a KV connector reads; no vLLM needed."""
+"""Requests and scheduler outputs with the fields of vLLM's that a KV connector reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class SimStatus(IntEnum):
 
 
 class SimRequest:
-    """A request as a connector sees it. Block hashes chain over tokens, cache salt and adapter name, as vLLM's do."""
+    """A request as a connector sees it.
+
+    Block hashes chain over tokens, cache salt and adapter name, as vLLM's do.
+    """
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class SimCached:
 
 @dataclass(slots=True)
 class SimOutput:
-    """vLLM's ``SchedulerOutput``, as far as connectors and runners need it."""
+    """The fields of vLLM's ``SchedulerOutput`` that connectors and runners read."""
 
     scheduled_new_reqs: list[SimNew] = field(default_factory=list)
     scheduled_cached_reqs: SimCached = field(default_factory=SimCached)

@@ -1,7 +1,8 @@
-"""One simulated rank: a model runner that computes nothing, with the connector's real worker side and real pages.
+"""One simulated rank: a model runner that computes nothing, on real pages.
 
-It calls the connector's hooks in vLLM's order, keeps its own block tables from the scheduler's output as vLLM's
-runner does, and checks every byte that a forward pass would read. Needs a scheduler's output with vLLM's fields.
+It calls the hooks of the connector's real worker side in vLLM's order, keeps its own block tables
+from the scheduler's output as vLLM's runner does, and checks every byte that a forward pass would
+read. Needs a scheduler's output with vLLM's fields.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.rigs.sim_pages import Pages, Prefix, mix, next_token
 
 @dataclass(frozen=True, slots=True)
 class RunnerRules:
-    """Which of vLLM's orders is simulated.
+    """The order of hooks that is simulated.
 
     ``save_on_empty``: ``wait_for_save`` is called on steps without a forward (vLLM 0.31 and later).
     ``defer_save``: it is called after the step's results were taken (speculative decoding).
@@ -30,7 +31,7 @@ class RunnerRules:
 
 @dataclass(slots=True)
 class RankOutput:
-    """What one rank says after a step; the fields of vLLM's ``KVConnectorOutput``, and sampled tokens."""
+    """One rank's answer to a step: the fields of vLLM's ``KVConnectorOutput``, and tokens."""
 
     sampled: dict[str, list[int]] = field(default_factory=dict)
     finished_sending: set[str] = field(default_factory=set)
@@ -52,8 +53,8 @@ class _Sequence:
 class SimWorker:
     """``connector`` is a KV connector in its worker role, whose device is, or wraps, ``device``.
 
-    ``weights`` stands for the model's weights: after ``weights += 1`` every page computed before is wrong.
-    ``adapter_of`` maps a LoRA request to a number that stands for the adapter's content.
+    ``weights`` stands for the model's weights: after ``weights += 1`` every page computed before is
+    wrong. ``adapter_of`` maps a LoRA request to a number that stands for the adapter's content.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SimWorker:
         connector.register_kv_caches(pages.tensors)
 
     def step(self, output: Any) -> RankOutput:
-        """Execute one scheduler's output."""
+        """Executes one scheduler's output."""
         rules, connector, meta = self._rules, self.connector, output.kv_connector_metadata
         connector.handle_preemptions(meta)
         self._update_states(output)
@@ -102,7 +103,7 @@ class SimWorker:
         connector.clear_connector_metadata()
         return result
 
-    # --- states ------------------------------------------------------------------------------------------------------
+    # --- states -----------------------------------------------------------------------------------
 
     def _update_states(self, output: Any) -> None:
         for req_id in output.finished_req_ids:
@@ -129,11 +130,11 @@ class SimWorker:
         return _Sequence(tokens, blocks, adapter, self.weights, Prefix(mix(adapter, self.weights)))
 
     def expected_token(self, tokens: Sequence[int], adapter: int = 0) -> int:
-        """What an engine without any cache samples after ``tokens``."""
+        """Returns the token that an engine without any cache samples after ``tokens``."""
         states = Prefix(mix(adapter, self.weights)).states(tokens, 0, len(tokens))
         return next_token(states, self._rules.vocab)
 
-    # --- forward -----------------------------------------------------------------------------------------------------
+    # --- forward ----------------------------------------------------------------------------------
 
     def _forward(self, output: Any) -> dict[str, list[int]]:
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -144,8 +145,8 @@ class SimWorker:
             for req_id, n in output.num_scheduled_tokens.items()
         }
         size = self.pages.block_tokens
-        # Each layer writes the KV of all requests before any attends, so a request may share what another one
-        # computes in the same step.
+        # Each layer writes the KV of all requests before any attends, so a request may share what
+        # another one computes in the same step.
         drafts = output.scheduled_spec_decode_tokens
         for req_id, (start, end) in spans.items():
             sequence = self._sequences[req_id]
@@ -170,8 +171,10 @@ class SimWorker:
         if wrong is not None:
             block = used[wrong // size]
             raise AssertionError(
-                f"{req_id}: position {wrong} (block {block}) holds other bytes than computed; tokens {start} to {end} "
-                f"are scheduled, so it was {'cached or loaded' if wrong < start else 'just written'}"
+                f"{req_id}: position {wrong} (block {block}) holds other bytes than computed; "
+                f"tokens {start} to {end} "
+                "are scheduled, so it was "
+                f"{'cached or loaded' if wrong < start else 'just written'}"
             )
         if end < len(sequence.tokens):
             return []
@@ -181,7 +184,7 @@ class SimWorker:
         return sampled
 
     def _verify(self, used: Sequence[int], known: int, drafts: Sequence[int]) -> list[int]:
-        """The leading drafts that greedy sampling would have given, and the token after them."""
+        """Returns the leading drafts that greedy sampling gives, and the token after them."""
         sampled: list[int] = []
         for draft in (*drafts, None):
             sampled.append(
@@ -192,7 +195,7 @@ class SimWorker:
         return sampled
 
     def propose(self, req_id: str, count: int, rng: random.Random) -> list[int]:
-        """A drafter's tokens: right up to some point."""
+        """Returns a drafter's tokens, which are right up to some point."""
         sequence = self._sequences[req_id]
         tokens = list(sequence.tokens)
         for _ in range(count):

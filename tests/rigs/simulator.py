@@ -1,12 +1,13 @@
-"""A small scheduler that asks a KV connector everything vLLM's asks, in orders that vLLM's rarely makes.
+"""A small scheduler that calls a KV connector's hooks in orders that vLLM's rarely makes.
 
-Use it to test a connector, or a change to kvstow's, without a model: hit answered and allocation refused, hundreds
-of queries, a hit ignored, preemption whose blocks another request gets in the same step, resume with other blocks,
-aborts at any point, failed loads, rejected drafts. ``SimWorker`` checks every byte that a forward pass would read.
+Use it to test a connector, or a change to kvstow's, without a model: hit answered and allocation
+refused, hundreds of queries, a hit ignored, preemption with the blocks given to another request in
+the same step, resume with other blocks, aborts at any point, failed loads, rejected drafts.
+``SimWorker`` checks every byte that a forward pass would read.
 
-    simulator = Simulator(scheduler_connector, [SimWorker(worker_connector, pages, device, RunnerRules())], rules, rng)
-    simulator.add(SimRequest("a", tokens, max_tokens=4, block_tokens=16))
-    while simulator.step():
+    simulator = Simulator(scheduler_connector, [SimWorker(worker_connector, pages, device,
+    RunnerRules())], rules, rng) simulator.add(SimRequest("a", tokens, max_tokens=4,
+    block_tokens=16)) while simulator.step():
         ...
     simulator.check_idle()
 
@@ -34,7 +35,7 @@ from tests.rigs.sim_worker import RankOutput, SimWorker
 
 @dataclass(slots=True)
 class SimRules:
-    """The engine's configuration, and how nasty it is. Chances are per request and step."""
+    """The engine's configuration, and the chances of rare events, per request and step."""
 
     block_tokens: int = 16
     num_blocks: int = 32
@@ -47,12 +48,12 @@ class SimRules:
     refuse_allocation: float = 0.0
     ignore_hit: float = 0.0
     preempt: float = 0.0
-    resume_last: bool = False  # others are admitted before a preempted request is again
+    resume_last: bool = False  # a preempted request is admitted after all others
 
 
 @dataclass(slots=True)
 class _Loads:
-    """Requests by how far their asynchronous load is."""
+    """Requests by the state of their asynchronous load."""
 
     under_way: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
@@ -60,7 +61,7 @@ class _Loads:
 
 
 class Simulator:
-    """``connector``: the scheduler's. ``workers``: one a rank. ``requests``: all that hold blocks or wait."""
+    """One engine: the scheduler's ``connector``, a worker for each rank, and every live request."""
 
     def __init__(
         self, connector: Any, workers: Sequence[SimWorker], rules: SimRules, rng: random.Random
@@ -76,14 +77,13 @@ class Simulator:
         self.loaded_tokens = 0
         self.preempt_now: set[str] = set()  # requests to be preempted in the next step
         self._loads = _Loads()
-        self._delayed: set[str] = (
-            set()
-        )  # finished; their blocks wait for the workers' finished_sending
+        # Finished requests; their blocks wait for the workers' finished_sending.
+        self._delayed: set[str] = set()
         self._new: set[str] = set()
         self._finished: set[str] = set()
         self._ends: dict[tuple[str, str], int] = {}
 
-    # --- requests ----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def add(self, request: SimRequest) -> SimRequest:
         assert request.request_id not in self.requests
@@ -100,7 +100,7 @@ class Simulator:
         self._finish(request, SimStatus.FINISHED_ABORTED)
 
     def is_loading(self, req_id: str) -> bool:
-        """Whether vLLM would keep its blocks for an asynchronous load."""
+        """Returns whether vLLM would keep its blocks for an asynchronous load."""
         return req_id in self._loads.under_way
 
     def _finish(self, request: SimRequest, status: SimStatus) -> None:
@@ -125,7 +125,10 @@ class Simulator:
             del self.requests[request.request_id]
 
     def reset(self) -> bool:
-        """Empty all caches; running requests start again. The weights change. False: a load is under way."""
+        """Empties all caches and changes the weights; running requests start again.
+
+        Returns False while a load is under way.
+        """
         for request in list(self.running):
             self._preempt(request)
             self.preempt_now.add(request.request_id)
@@ -138,10 +141,10 @@ class Simulator:
                 worker.weights += 1
         return done
 
-    # --- a step ------------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Schedule, execute, update. False: the engine sleeps."""
+        """Schedules, executes and updates one step. Returns False when the engine sleeps."""
         if not self.has_requests():
             return False
         output = self.schedule()
@@ -158,27 +161,28 @@ class Simulator:
             if request.request_id in self.preempt_now or self.rng.random() < self.rules.preempt:
                 self._preempt(request)
                 self.preempt_now.add(request.request_id)
-        output.preempted_req_ids, self.preempt_now = self.preempt_now, set()
+        output.preempted_req_ids = self.preempt_now
+        self.preempt_now = set()
         for request in list(self.running):
             if request in self.running:  # not preempted by one before it
                 budget -= self._continue(request, budget, output)
-        for request in sorted(
-            self.waiting, key=lambda waiting: not waiting.blocks
-        ):  # who holds blocks goes first
+        # Requests that hold blocks go first.
+        for request in sorted(self.waiting, key=lambda waiting: not waiting.blocks):
             if budget <= 0 or len(self.running) >= self.rules.max_seqs:
                 break
             tokens = self._admit(request, budget, output)
             if tokens is None:
                 break
             budget -= tokens
-        output.finished_req_ids, self._finished = self._finished, set()
+        output.finished_req_ids = self._finished
+        self._finished = set()
         output.kv_connector_metadata = self.connector.build_connector_meta(output)
         for req_id, count in output.num_scheduled_tokens.items():
             self.requests[req_id].num_computed_tokens += count
         return output
 
     def _continue(self, request: SimRequest, budget: int, output: SimOutput) -> int:
-        """Schedule a running request; returns its tokens."""
+        """Schedules a running request and returns its tokens."""
         drafts = (
             request.spec_token_ids if request.num_tokens - request.num_computed_tokens == 1 else []
         )
@@ -216,11 +220,15 @@ class Simulator:
         self.waiting.insert(len(self.waiting) if self.rules.resume_last else 0, request)
 
     def _admit(self, request: SimRequest, budget: int, output: SimOutput) -> int | None:
-        """Schedule a waiting request or start its load; returns its tokens. None: no more are admitted."""
+        """Schedules a waiting request or starts its load.
+
+        Returns its tokens, or None when no more requests are admitted.
+        """
         if request.status is SimStatus.WAITING_FOR_REMOTE_KVS and not self._promote(request):
             return 0
         local: list[int] = []
-        external, is_async = 0, False
+        external = 0
+        is_async = False
         if request.num_computed_tokens == 0:
             local = self._local_hit(request)
             answer = self._ask(request, len(local) * self.rules.block_tokens)
@@ -228,14 +236,15 @@ class Simulator:
                 return 0
             external, is_async = answer
             if request.skip_reading_prefix_cache or self.rng.random() < self.rules.ignore_hit:
-                external, is_async = 0, False
+                external = 0
+                is_async = False
         computed = request.num_computed_tokens or len(local) * self.rules.block_tokens + external
         count = 0 if is_async else min(budget, request.num_tokens - computed)
         if self.rng.random() < self.rules.refuse_allocation:
             return None
         if is_async and not self._fits(request, len(local)):
             return None
-        self.pool.take(local)
+        self.pool.reference(local)
         new = self.pool.allocate(self._blocks(computed + count) - len(local) - len(request.blocks))
         if new is None:
             self.pool.release(local)
@@ -256,7 +265,10 @@ class Simulator:
         return count
 
     def _fits(self, request: SimRequest, local: int) -> bool:
-        """Whether all of it fits beside what other loading requests still need: they can't be preempted."""
+        """Returns whether all of it fits beside the needs of other loading requests.
+
+        They can't be preempted.
+        """
         others = [self.requests[req_id] for req_id in self._loads.under_way | self._loads.ended]
         reserved = sum(self._blocks(other.num_tokens + 1) - len(other.blocks) for other in others)
         return self._blocks(request.num_tokens + 1) - local + max(0, reserved) <= self.pool.free
@@ -300,7 +312,7 @@ class Simulator:
         )
 
     def _ask(self, request: SimRequest, local: int) -> tuple[int, bool] | None:
-        """The connector's answer, the same however often it is asked in a step, and one that vLLM survives."""
+        """Returns the connector's answer, after several equal ones that vLLM could accept."""
         answers = {
             self.connector.get_num_new_matched_tokens(request, local)
             for _ in range(self.rules.queries)
@@ -318,7 +330,7 @@ class Simulator:
         return external, is_async
 
     def _promote(self, request: SimRequest) -> bool:
-        """An asynchronous load has ended: the request may run. False: not yet."""
+        """Lets a request run whose asynchronous load has ended. Returns False if it has not."""
         req_id = request.request_id
         if req_id not in self._loads.ended:
             return False
@@ -336,10 +348,10 @@ class Simulator:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.rules.block_tokens)
 
-    # --- execution and results ---------------------------------------------------------------------------------------
+    # --- execution and results --------------------------------------------------------------------
 
     def execute(self, output: SimOutput) -> list[RankOutput]:
-        """Every rank's result; the first rank's sampled tokens count."""
+        """Returns every rank's result. The first rank's sampled tokens count."""
         return [worker.step(output) for worker in self.workers]
 
     def update(self, output: SimOutput, results: Sequence[RankOutput]) -> None:
@@ -371,7 +383,7 @@ class Simulator:
         self._check_copies()
 
     def _merge(self, results: Sequence[RankOutput]) -> SimConnectorOutput:
-        """vLLM's aggregation: a request has ended once every rank has said so."""
+        """Aggregates as vLLM does: a request has ended once every rank has reported it."""
         merged = SimConnectorOutput(finished_sending=set(), finished_recving=set())
         for result in results:
             merged.invalid_block_ids |= result.invalid_block_ids
@@ -381,22 +393,22 @@ class Simulator:
                 merged.kv_connector_worker_meta = merged.kv_connector_worker_meta.aggregate(
                     result.worker_meta
                 )
-            for what, req_ids in (
+            for kind, req_ids in (
                 ("sending", result.finished_sending),
                 ("recving", result.finished_recving),
             ):
                 for req_id in req_ids:
-                    self._ends[what, req_id] = self._ends.get((what, req_id), 0) + 1
-        for (what, req_id), count in list(self._ends.items()):
+                    self._ends[kind, req_id] = self._ends.get((kind, req_id), 0) + 1
+        for (kind, req_id), count in list(self._ends.items()):
             if count == len(self.workers):
-                del self._ends[what, req_id]
-                ended = merged.finished_sending if what == "sending" else merged.finished_recving
+                del self._ends[kind, req_id]
+                ended = merged.finished_sending if kind == "sending" else merged.finished_recving
                 assert ended is not None
                 ended.add(req_id)
         return merged
 
     def _note_invalid(self, invalid: set[int]) -> None:
-        """Loads that failed: the request keeps what comes before its first lost block."""
+        """Shortens requests whose load failed to the tokens before their first lost block."""
         if not invalid:
             return
         assert not any(invalid.intersection(request.blocks) for request in self.running), (
@@ -431,7 +443,7 @@ class Simulator:
             assert not freed, f"blocks {freed} were given back while a copy uses them"
 
     def check_idle(self) -> None:
-        """All requests have ended and the engine sleeps: no block and no request is left behind."""
+        """Asserts, when the engine sleeps, that no block and no request is left behind."""
         assert not self.requests, f"still here: {sorted(self.requests)}"
         self.pool.check_integrity()
         assert self.pool.free == self.rules.num_blocks - 1, "blocks are leaked"

@@ -1,7 +1,7 @@
 """The connector for vllm-rbln, under the name that it knows.
 
 ``{"kv_connector": "RBLNLMCacheConnectorV1", "kv_connector_module_path": "kvstow.vllm.rbln",
-"kv_role": "kv_both"}``: the module's path takes precedence over what vllm-rbln registers under that
+"kv_role": "kv_both"}``: the module's path takes precedence over the class that vllm-rbln registers under that
 name, and with that name vllm-rbln sizes KV dynamically. Settings come from ``LMCACHE_*`` too, see
 ``kvstow.vllm.lmcache``.
 

@@ -287,9 +287,8 @@ class SchedulerSide:
                 self._next_meta.stores += self._offers.step(output, self._tracked, reserve=reserve)
         self._note_requests_without_room(output)
         step = 0 if self._broken else self._times.began(output)
-        meta = self.reporting_meta(
-            output
-        )  # last: what it takes out is lost if anything raises after it
+        # It comes last: the promises in it would be lost if anything raised after it.
+        meta = self.reporting_meta(output)
         meta.step = step
         if not self._broken and self._mounted < self._ranks:
             meta.mount = self._mount
@@ -314,7 +313,7 @@ class SchedulerSide:
     # --- results ----------------------------------------------------------------------------------
 
     def update_from_workers(self, meta: WorkerMeta) -> None:
-        """Takes what the workers have done, summed over ranks."""
+        """Takes the workers' reports, summed over ranks."""
         if meta.step:
             self._times.ended(meta.step)
         if meta.mounted:
@@ -426,7 +425,7 @@ class SchedulerSide:
             job.copies = []
 
     def take_stats(self) -> dict[str, Any] | None:
-        """Returns what changed in the metrics since the last call, or None if nothing did."""
+        """Returns the metrics' changes since the last call, or None if there are none."""
         self._cache.show()
         return self._metrics.take()
 

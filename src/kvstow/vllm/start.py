@@ -174,7 +174,7 @@ def recompute_failed_loads(vllm_config: VllmConfig) -> None:
 
 
 def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Checks what is known before the workers answer, and sets vLLM's policy for failed loads."""
+    """Checks the settings and the KV cache groups, and sets vLLM's policy for failed loads."""
     block_geometry(vllm_config, kv_cache_config)
     for tier in build.asked_for(_settings(vllm_config).settings):
         algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -191,14 +191,14 @@ def prepare_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 class Places(NamedTuple):
-    """What workers copy to and from, and how they reach it.
+    """The places that workers copy to and from, and how they reach them.
 
     ``on_mounted`` is called once all of them do.
     """
 
     slots: Slots
     reference: PoolRef | DirectRef
-    what: str
+    name: str
     on_mounted: Callable[[], None]
 
 
@@ -229,7 +229,7 @@ def scheduler_side(
     kv_cache_config: KVCacheConfig,
     handshakes: dict[Rank, Handshake],
 ) -> SchedulerSide:
-    """Builds the scheduler's side, once every rank has told what its device recognised."""
+    """Builds the scheduler's side, once every rank has answered the handshake."""
     effective = _settings(vllm_config)
     settings = effective.settings
     check_ranks(handshakes, vllm_config.parallel_config.world_size, _host())
@@ -304,7 +304,7 @@ def _log_ready(layout: ChunkLayout, places: Places, identity: Identity) -> None:
         "namespace %s",
         layout.chunk_tokens,
         layout.max_frame_bytes / 1e6,
-        places.what,
+        places.name,
         slots.slots,
         slots.slots * layout.chunk_tokens,
         slots.capacity_bytes / 1e9,
