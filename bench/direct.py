@@ -39,7 +39,7 @@ from kvstow.metrics import Metrics
 from kvstow.pool.hostmem import populate
 from kvstow.pool.slots import Lease
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.settings import Direct, Settings
+from kvstow.settings import DirectSettings, Settings
 from kvstow.vllm.direct import DirectDevice, open_direct
 
 CHUNKS: Final = 64
@@ -71,7 +71,7 @@ class Subject:
         self.layout = ChunkLayout((GroupLayout(BLOCK_TOKENS, 1, (pages.block_bytes,)),))
         size = (CHUNKS + 1) * (self.layout.max_frame_bytes + 4096)
         settings = Settings(
-            direct=Direct(engine="file", path=(str(folder),), size=size, threads=DEPTH)
+            direct=DirectSettings(engine="file", path=(str(folder),), size=size, threads=DEPTH)
         )
         self.ref: DirectRef
         self.engine: Cache

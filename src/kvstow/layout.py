@@ -10,6 +10,7 @@ from typing import Final, Literal, NamedTuple
 ALIGN: Final = 4096
 HEADER_BYTES: Final = 4096
 AUTO_FRAME_BYTES: Final = 4 << 20
+MIN_CHUNKS: Final = 4  # the least that a tier holds: one filled, one loaded, one sealed, one to hit
 AUTO_MAX_TOKENS: Final = 128
 
 

@@ -20,7 +20,7 @@ from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
 from kvstow.pool.slots import Lease
 from kvstow.runtime import SystemClock
-from kvstow.settings import Direct, Settings
+from kvstow.settings import DirectSettings, Settings
 
 CHUNK = 24_000
 KEYS = 400
@@ -42,7 +42,7 @@ class Node:
 
     def __init__(self, path: str) -> None:
         settings = Settings(
-            direct=Direct(engine="file", path=(path,), size=64 << 20, max_chunks=SLOTS)
+            direct=DirectSettings(engine="file", path=(path,), size=64 << 20, max_chunks=SLOTS)
         )
         self.extents: Extents
         self.engine: Cache

@@ -80,7 +80,7 @@ def main(path: str, size_bytes: int, seed: int, *, beset: bool) -> None:
             elif choice < 0.97:
                 store.scan()
             else:
-                store.quarantine([key_of(i)])
+                store.set_aside([key_of(i)])
         except StoreUnavailable as error:
             if not beset:
                 print(f"wrong: {error}", flush=True)

@@ -17,7 +17,7 @@ from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
 from kvstow.pool.slots import Lease
 from kvstow.runtime import SystemClock, ThreadExecutor
-from kvstow.settings import Direct, Settings
+from kvstow.settings import DirectSettings, Settings
 from kvstow.testing.kv_layouts import LAYOUTS, Built, Shape, block_bytes, fill
 from kvstow.vllm.direct import DirectDevice, open_direct
 
@@ -91,7 +91,7 @@ class Rig:
         self.layout = ChunkLayout((GroupLayout(16, BLOCKS_PER_CHUNK, block_bytes_),))
         paths = {} if folder is None else {"path": (str(folder),)}
         options = {"engine": "file", "size": size, **paths, **direct}
-        self.settings = Settings(direct=Direct(**options))  # type: ignore[arg-type]
+        self.settings = Settings(direct=DirectSettings(**options))  # type: ignore[arg-type]
         self.metrics = Metrics()
         self.extents, self.ref, self.engine = build.build_direct(
             self.settings,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvstow.backends.disk.settings import DiskSettings
 from kvstow.settings import parse, parse_size
 from tests.docs.pages import DOCS, Block, blocks
 
@@ -55,7 +56,7 @@ def test_the_pods_settings_fit_its_limits_and_volumes() -> None:
         shm = sum(bytes_of(v["emptyDir"]["sizeLimit"]) for v in spec["volumes"] if "emptyDir" in v)
         assert settings.memory.size + shm < bytes_of(limits["memory"])
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        assert set(settings.disk.paths) <= set(mounts)
+        assert set(settings.section(DiskSettings).paths) <= set(mounts)
         assert set(mounts.values()) == {volume["name"] for volume in spec["volumes"]}
     [vllm] = spec["containers"]
     ports = {port["name"] for port in vllm["ports"]}
@@ -75,7 +76,7 @@ def test_arguments_are_vllms() -> None:
         assert json.loads(config) == {"kv_connector": "KVStowConnector", "kv_role": "kv_both"}
     settings = parse(None, service["environment"]).settings
     assert settings.memory.size < bytes_of(service["mem_limit"])
-    assert service["volumes"][0].split(":")[1] in settings.disk.paths
+    assert service["volumes"][0].split(":")[1] in settings.section(DiskSettings).paths
 
 
 def test_the_image_has_what_the_examples_set() -> None:
@@ -114,4 +115,4 @@ def test_docker_lines_fit_together() -> None:
         [memory] = re.findall(r"--memory (\S+)", line)
         assert parse_size(given["KVSTOW_MEMORY_SIZE"]) < bytes_of(memory)
         volumes = {inside for _, inside in re.findall(r"-v (\S+):(\S+)", line)}
-        assert set(settings.disk.paths or ()) == volumes
+        assert set(settings.section(DiskSettings).paths or ()) == volumes

@@ -26,9 +26,7 @@ BUCKET = "s3://kv/e2e"
 
 def impatient() -> None:
     """A breaker that tries again soon, or the tests would wait for it most of the time."""
-    from kvstow.build import mooncake as build_mooncake
-    from kvstow.build import objects as build_objects
-    from kvstow.build import redis as build_redis
+    from kvstow.build import tiers as build_tiers
     from kvstow.tiers import Tier, TierLimits
 
     def tier(*arguments: Any, limits: TierLimits | None = None, **named: Any) -> Tier:
@@ -36,8 +34,7 @@ def impatient() -> None:
             *arguments, limits=replace(limits or TierLimits(), breaker_open_s=BYPASSED_S), **named
         )
 
-    for module in (build_mooncake, build_objects, build_redis):
-        module.Tier = tier  # type: ignore[assignment, misc]
+    build_tiers.Tier = tier  # type: ignore[assignment, misc]
 
 
 def vanish_after_existence() -> None:

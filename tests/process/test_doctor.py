@@ -18,15 +18,20 @@ from typing import Any
 import pytest
 
 from kvstow import build
-from kvstow.backends.objects import ObjectsOptions, parse_url
-from kvstow.backends.redis import RedisOptions, parse_address
+from kvstow.backends.disk import checks as disk
+from kvstow.backends.disk import stored
+from kvstow.backends.disk.checks import Measured, check_path
+from kvstow.backends.disk.stored import check_stored
+from kvstow.backends.mooncake.checks import check_mooncake
+from kvstow.backends.objects.checks import check_objects
+from kvstow.backends.objects.settings import ObjectsSettings
+from kvstow.backends.redis.checks import check_redis
+from kvstow.backends.redis.settings import RedisSettings
 from kvstow.cli import conflicts, main
-from kvstow.cli.doctor import command, disk, host, stored
-from kvstow.cli.doctor.disk import Measured, check_path
-from kvstow.cli.doctor.remote import check_mooncake, check_objects, check_redis
+from kvstow.cli.doctor import command, host
 from kvstow.cli.doctor.result import CORRECT, Result, Status, failed, ok, warning
-from kvstow.cli.doctor.stored import check_stored
 from kvstow.errors import SettingsError
+from kvstow.fields.values import Secret
 from kvstow.pool import hostmem
 from kvstow.runtime import SystemClock
 from kvstow.settings import sources
@@ -210,8 +215,8 @@ def test_what_a_measurement_means(measured: Measured, check: str, status: Status
 # --- Redis ------------------------------------------------------------------------------------------------------------
 
 
-def options(port: int, userinfo: str = "") -> RedisOptions:
-    return RedisOptions(parse_address(f"redis://{userinfo}127.0.0.1:{port}"))
+def options(port: int, userinfo: str = "") -> RedisSettings:
+    return RedisSettings(url=Secret(f"redis://{userinfo}127.0.0.1:{port}"))
 
 
 @pytest.fixture(scope="module")
@@ -264,17 +269,17 @@ def test_a_bucket_that_answers_and_one_that_does_not(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     url = f"file://{tmp_path}/bucket"
     (tmp_path / "bucket").mkdir()
-    found = by_check(check_objects(url, ObjectsOptions(parse_url(url)), SystemClock()))["objects"]
+    found = by_check(check_objects(ObjectsSettings(url=url), SystemClock()))["objects"]
     assert found.status is Status.OK
     assert found.found.startswith(f"{url}, answers in ")
-    options = ObjectsOptions(
-        parse_url("s3://bucket"),
+    options = ObjectsSettings(
+        url="s3://bucket",
         endpoint=f"http://127.0.0.1:{free_port()}",
         anonymous=True,
         retries=0,
-        timeout_s=1.0,
+        timeout_ms=1000,
     )
-    found = by_check(check_objects("s3://bucket", options, SystemClock()))["objects"]
+    found = by_check(check_objects(options, SystemClock()))["objects"]
     assert found.status is Status.FAILED
     assert found.fix
 
@@ -404,7 +409,7 @@ def test_what_is_set_for_nothing_is_told_of(kvstow: Kvstow) -> None:
 def test_wrong_settings_are_a_result(
     kvstow: Kvstow, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command.disk, "check_path", lambda *_: [])
+    monkeypatch.setattr(disk, "check_path", lambda *_: [])
     code, out, _ = kvstow("doctor", "--json", env=env)
     assert code == 1
     assert rows(out)["settings"]["status"] == "failed"
@@ -469,7 +474,7 @@ def test_a_file_on_a_mount_that_hangs_is_not_waited_for(
 def test_settings_that_vllm_would_not_start_with(
     kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], said: str
 ) -> None:
-    monkeypatch.setattr(command.disk, "check_path", lambda *_: [])
+    monkeypatch.setattr(disk, "check_path", lambda *_: [])
     code, out, _ = kvstow("doctor", "--json", env=env)
     assert code == 1
     assert said in rows(out)["settings"]["found"]
@@ -480,7 +485,7 @@ def test_settings_that_vllm_would_not_start_with(
 def test_a_codec_needs_its_libraries(
     kvstow: Kvstow, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(command.disk, "check_path", lambda *_: [])
+    monkeypatch.setattr(disk, "check_path", lambda *_: [])
     for module in [each for each in sys.modules if each.startswith("kvstow.codec")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "numpy", None)

@@ -12,6 +12,7 @@ BUILD = """
 import os, sys, time
 from pathlib import Path
 from kvstow import build
+from tests.rigs.tiers import open_tier
 from kvstow.cli.main import main
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
@@ -26,7 +27,7 @@ def sockets():
 extra = {"memory.size": "1MB", "disk.paths": sys.argv[1], "disk.size": "50MB", "disk.min_free": 0}
 settings = parse(None, {}, extra).settings
 clock, metrics = SystemClock(), Metrics()
-disk = build.build_disk(settings, LAYOUT, clock=clock, metrics=metrics, describe=lambda _: {}, key=None)
+disk = open_tier(settings, LAYOUT, clock=clock, metrics=metrics)
 pool, engine = build.build_cache(settings, LAYOUT, name="quiet", key=None, clock=clock, metrics=metrics, tiers=[disk])
 for i in range(5):
     lease = engine.reserve(key(i), b"", TOKENS)

@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_read_is_a_miss_asked_once_and_replaced(
     assert read_all(store, 5) == [True, True, False, True, True], "a miss until it is replaced"
     assert put(store, make_key(2), 2)
     assert read_all(store, 5) == [True] * 5
-    assert store.paths_down() == 0
+    assert store.report().paths_down == 0
 
 
 @pytest.mark.parametrize("code", FILE_ERRORS)

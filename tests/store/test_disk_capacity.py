@@ -165,7 +165,7 @@ def test_j2_what_is_not_ours_is_never_touched_nor_counted(tmp_path: Path) -> Non
     assert used < 3 * CHUNK
     for i in range(1, 40):
         assert put(store, make_key(i), i)
-        store.quarantine([make_key(i)])
+        store.set_aside([make_key(i)])
     store.delete([make_key(i) for i in range(40)])
     store.scan()
     store.close()
@@ -296,7 +296,7 @@ def test_a_directory_made_read_only_and_back(tmp_path: Path, direct: bool) -> No
             put(store, make_key(2), 2)
         with pytest.raises(StoreUnavailable):
             store.delete([make_key(0)])
-        store.quarantine([make_key(1)])
+        store.set_aside([make_key(1)])
         assert read_one(store, make_key(1), CHUNK)[0] is MISSING, "bad, though it can't be moved"
         assert store.contains([make_key(1)]) == [False]
         remount(path, "rw")

@@ -133,7 +133,7 @@ def test_clear_removes_one_namespace_or_all(store: DiskStore, tmp_path: Path) ->
 def test_gc_removes_what_is_old_only_if_asked(store: DiskStore, tmp_path: Path) -> None:
     for key in KEYS[:4]:
         os.utime(file_of(tmp_path, key), (1e9, 1e9))
-    store.quarantine([KEYS[9]])
+    store.set_aside([KEYS[9]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", None)
         kvstow("disk", "gc", "--path", str(tmp_path))

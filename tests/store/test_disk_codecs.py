@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 pytest.importorskip("backports.zstd")
 
 from kvstow import build
+from kvstow.backends.descriptor import OpenContext
 from kvstow.backends.disk import frame_check
 from kvstow.backends.disk.mount import attach
 from kvstow.backends.disk.scrub import Scrub
@@ -61,14 +62,10 @@ class Served:
         secret = build.integrity_key(given)
         tiers = build.lower_tiers(
             given,
-            LAYOUT,
             SHAPES,
-            clock=clock,
+            OpenContext(LAYOUT, clock, integrity_key=secret),
             metrics=self.metrics,
-            describe=lambda _: {},
-            device=0,
             not_persistent=None,
-            key=secret,
         )
         [self.tier] = tiers
         assert isinstance(self.tier, Tier)
@@ -262,14 +259,10 @@ def test_a_codec_that_does_not_suit_the_kv_is_refused_by_its_setting(tmp_path: P
     with pytest.raises(UnsupportedError, match=r"disk\.codec quantized: .*lossless"):
         build.lower_tiers(
             given,
-            LAYOUT,
             one_byte,
-            clock=SystemClock(),
+            OpenContext(LAYOUT, SystemClock()),
             metrics=Metrics(),
-            describe=lambda _: {},
-            device=0,
             not_persistent=None,
-            key=None,
         )
     assert not (tmp_path / "kv").exists(), "refused before anything is opened"
     assert isinstance(one_byte[0][0], KVShape)
@@ -291,15 +284,15 @@ def test_a_codec_whose_libraries_are_missing_is_refused_with_the_command(
     monkeypatch.setitem(sys.modules, "backports", None)
     from kvstow.build.codec import coders
 
-    assert coders(settings(tmp_path, "raw"), ["disk"], LAYOUT, SHAPES) == {"disk": None}
+    assert coders({"disk": "raw"}, LAYOUT, SHAPES) == {"disk": None}
     with pytest.raises(SettingsError, match=r"disk\.codec is lossless.*kvstow\[codec\]"):
-        coders(settings(tmp_path, "lossless"), ["disk"], LAYOUT, SHAPES)
+        coders({"disk": "lossless"}, LAYOUT, SHAPES)
 
 
 def test_the_setting_offers_every_codec() -> None:
     from typing import get_args
 
     from kvstow.codec.choose import NAMES
-    from kvstow.settings.sections.codec import Codec
+    from kvstow.fields.codec import Codec
 
     assert set(get_args(get_args(Codec)[0])) == {*NAMES, "quantized"}

@@ -139,7 +139,7 @@ def test_a_file_of_another_user_is_a_miss(tmp_path: Path) -> None:
 def test_quarantine_makes_a_miss_that_can_be_stored_anew(tmp_path: Path) -> None:
     store, key = disk(tmp_path), make_key(0)
     put(store, key, 0)
-    store.quarantine([key, make_key(1)])
+    store.set_aside([key, make_key(1)])
     assert store.contains([key]) == [False]
     assert read_one(store, key, CHUNK)[0] is MISSING
     assert put(store, key, 0)
@@ -150,7 +150,7 @@ def test_the_quarantine_is_bounded_and_counted(tmp_path: Path) -> None:
     store = disk(tmp_path, size_bytes=64 * CHUNK)
     for i in range(50):
         assert put(store, make_key(i), i)
-        store.quarantine([make_key(i)])
+        store.set_aside([make_key(i)])
     kept = list((tmp_path / "quarantine").iterdir())
     assert len(kept) == 2, "a 32nd of the size"
     used = store.used_bytes

@@ -123,11 +123,11 @@ def test_h6b_a_hung_directory_keeps_half_of_the_threads_and_its_own_chunks(
     gate.shut = [disks.paths[1]]
     calls = Calls(reader(store), lost[:THREADS])
     gate.wait_for(MOST)
-    assert store.paths_down() == 0, "it may only be slow"
+    assert store.report().paths_down == 0, "it may only be slow"
     assert all(holds(store, make_key(i), i) for i in kept)
     disks.clock.advance(HUNG_S)
     with caplog.at_level(logging.WARNING, "kvstow"):
-        assert (store.paths_down(), store.stuck()) == (1, MOST)
+        assert (store.report().paths_down, store.report().hung_calls) == (1, MOST)
     path = disks.paths[1]
     assert said(caplog) == [
         f"Disk path {path} is out of use, its chunks are misses: a call in it does not return"
@@ -144,7 +144,7 @@ def test_h6b_a_hung_directory_keeps_half_of_the_threads_and_its_own_chunks(
         assert sorted(map(str, calls.ended())) == sorted(
             [str(Done(CHUNK))] * MOST + ["MISSING"] * (THREADS - MOST)
         )
-    assert (store.paths_down(), store.stuck()) == (0, 0)
+    assert (store.report().paths_down, store.report().hung_calls) == (0, 0)
     assert said(caplog)[1:] == [f"Disk path {path} is in use again"]
     assert all(holds(store, make_key(i), i) for i in MANY)
 
@@ -162,11 +162,11 @@ def test_h6b_the_next_call_notices_a_hang_too(tmp_path: Path, gate: Gate) -> Non
     gate.wait_for(1)
     disks.clock.advance(HUNG_S)
     assert reader(disks.store)(lost[0]) is MISSING
-    assert disks.store.paths_down() == 1
+    assert disks.store.report().paths_down == 1
     gate.opened.set()
     assert calls.ended() == [Done(CHUNK)]
     assert holds(disks.store, make_key(new), new)
-    assert disks.store.paths_down() == 0
+    assert disks.store.report().paths_down == 0
 
 
 def test_h6b_one_that_returns_is_not_in_use_while_another_call_hangs(tmp_path: Path) -> None:
@@ -190,14 +190,14 @@ def test_when_all_hang_the_store_fails_at_once_and_owns_up_to_it(
     calls = Calls(reader(disks.store), [disks.of(0)[0], disks.of(1)[0]])
     gate.wait_for(2)
     disks.clock.advance(HUNG_S)
-    assert (disks.store.paths_down(), disks.store.stuck()) == (2, 0), (
+    assert (disks.store.report().paths_down, disks.store.report().hung_calls) == (2, 0), (
         "no thread is the tier's to forgive"
     )
     with pytest.raises(StoreUnavailable, match="has not returned"):
         reader(disks.store)(disks.of(0)[1])
     gate.opened.set()
     assert calls.ended() == [Done(CHUNK)] * 2
-    assert disks.store.paths_down() == 0
+    assert disks.store.report().paths_down == 0
 
 
 def test_hangs_that_leave_no_thread_are_the_tiers(tmp_path: Path) -> None:
@@ -263,9 +263,6 @@ class Over:
             layout=LAYOUT,
             clock=disks.clock,
             metrics=self.metrics,
-            set_aside=lambda _: None,
-            paths_down=store.paths_down,
-            stuck=store.stuck,
         )
         self.results: list[list[bool]] = []
 
@@ -300,7 +297,7 @@ def test_h6b_a_tier_goes_on_beside_a_hung_directory(tmp_path: Path, gate: Gate) 
     gate.opened.set()
     over.settle(len(MANY))
     over.tier.poll()
-    assert disks.store.paths_down() == 0
+    assert disks.store.report().paths_down == 0
     assert over.tier.close(LONG_S)
 
 

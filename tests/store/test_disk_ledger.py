@@ -102,7 +102,7 @@ def test_i1_a_count_between_a_removal_and_its_entry(
 ) -> None:
     """Another thread of the same process reads the page meanwhile."""
     one, other = pair(tmp_path)
-    one.quarantine([make_key(19)])
+    one.set_aside([make_key(19)])
     real, there = getattr(module, name), 0
 
     def slow(*arguments: Any) -> int:
@@ -221,7 +221,7 @@ def test_i1_a_file_that_grew_gives_back_no_more_than_it_took(tmp_path: Path, how
     os.truncate(file_of(tmp_path, keys[0]), (1 << 31) + PAGE_BYTES)
     if how == "read and set aside":
         assert not holds(store, keys[0], 0)
-        store.quarantine([keys[0]])
+        store.set_aside([keys[0]])
     elif how == "deleted":
         store.delete([keys[0]])
     written = [put(store, keys[i], i) for i in range(50, 300)]
@@ -243,7 +243,7 @@ def test_i3_what_is_removed_under_a_live_store_is_made_anew(tmp_path: Path, dire
         put(store, make_key(1), 1)
     store.maintain()
     assert put(store, make_key(2), 2)
-    store.quarantine([make_key(2)])
+    store.set_aside([make_key(2)])
     assert not holds(store, make_key(2), 2)
     assert put(store, make_key(2), 2)
     assert on_disk(tmp_path) <= used(store)

@@ -84,17 +84,17 @@ def test_a_mount_that_vanishes_costs_its_own_chunks_and_comes_back(
             for _ in range(5):
                 assert two.read_all() == expected
             assert two.store.contains([make_key(i) for i in MANY]) == expected
-        assert two.store.paths_down() == 1
+        assert two.store.report().paths_down == 1
         assert write_one(two.store, make_key(two.dying[0]), value_of(0, CHUNK)) is REJECTED
         assert not any(path.iterdir()), "written below the mount point"
         two.recover()
-        assert two.store.paths_down() == 1, "it is not back"
+        assert two.store.report().paths_down == 1, "it is not back"
         assert os.system(f"mount --bind {keeper} {path}") == 0
         two.store.maintain()
-        assert two.store.paths_down() == 1, "not tried again so soon"
+        assert two.store.report().paths_down == 1, "not tried again so soon"
         with caplog.at_level(logging.WARNING, "kvstow"):
             two.recover()
-        assert two.store.paths_down() == 0
+        assert two.store.report().paths_down == 0
         assert two.read_all() == [True] * len(MANY)
         said = [
             record.getMessage() for record in caplog.records if "Disk path" in record.getMessage()
@@ -147,15 +147,15 @@ def test_a_full_directory_is_in_use_again_when_it_has_room_for_a_chunk_not_befor
         theirs = [i for i in range(100) if make_key(i).digest()[-4] % 2]
         for i in theirs[:MAX_FAILURES]:
             assert write_one(store, make_key(i), value_of(i, CHUNK)) is REJECTED
-        assert store.paths_down() == 1
+        assert store.report().paths_down == 1
         for _ in range(3):
             clock.advance(RETRY_S)
             store.maintain()
-            assert store.paths_down() == 1, "half a chunk's room is not enough"
+            assert store.report().paths_down == 1, "half a chunk's room is not enough"
         filler.unlink()
         clock.advance(RETRY_S)
         store.maintain()
-        assert store.paths_down() == 0
+        assert store.report().paths_down == 0
         assert put(store, make_key(theirs[0]), 0)
         store.close()
         assert len([record for record in caplog.records if "Disk path" in record.getMessage()]) == 2
@@ -168,12 +168,12 @@ def test_every_operation_goes_on_around_it(moved: tuple[Two, Path]) -> None:
         assert read_one(two.store, gone, CHUNK)[0] is MISSING
         assert write_one(two.store, gone, value_of(0, CHUNK)) is REJECTED
         two.store.delete([gone])
-        two.store.quarantine([gone])
+        two.store.set_aside([gone])
     alive = make_key(two.staying[0])
-    two.store.quarantine([gone, alive])
+    two.store.set_aside([gone, alive])
     assert two.store.contains([alive]) == [False]
     assert put(two.store, alive, two.staying[0])
-    assert two.store.paths_down() == 1
+    assert two.store.report().paths_down == 1
 
 
 def test_when_none_works_the_store_fails_and_its_breaker_sees_it(moved: tuple[Two, Path]) -> None:
@@ -183,13 +183,13 @@ def test_when_none_works_the_store_fails_and_its_breaker_sees_it(moved: tuple[Tw
     two.store.maintain()
     with pytest.raises(StoreUnavailable):
         two.store.contains([make_key(2000 + i) for i in MANY])
-    assert two.store.paths_down() == 2
+    assert two.store.report().paths_down == 2
     two.paths[1].unlink()
     away.rename(two.paths[1])
     assert holds(two.store, make_key(two.dying[0]), two.dying[0]), (
         "all are asked, so no trial need come first"
     )
-    assert two.store.paths_down() == 1
+    assert two.store.report().paths_down == 1
 
 
 def test_a_store_pinned_to_a_directory_that_dies_fails_as_a_whole(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_store_pinned_to_a_directory_that_dies_fails_as_a_whole(tmp_path: Path
     for _ in range(2 * MAX_FAILURES):
         with pytest.raises(StoreUnavailable):
             two.read([(make_key(0), memoryview(bytearray(CHUNK)))])
-    assert two.paths_down() == 0
+    assert two.report().paths_down == 0
 
 
 # --- through the engine ---------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_the_tier_serves_on_with_a_dead_path_and_its_breaker_stays_closed(tmp_pa
         rig.engine.forget(f"r{number}")
     assert rig.tiers[0].usable
     assert rig.gauge("tier_state|t0") == 0
-    assert store.paths_down() == 1
+    assert store.report().paths_down == 1
     rig.engine.reset()
     rig.put(*range(100, 110))
     rig.settle()
@@ -299,14 +299,14 @@ def test_a_directory_that_refuses_every_write_is_read_and_not_written(
         for i in new[:MAX_FAILURES]:
             assert write_one(two.store, make_key(i), value_of(i, CHUNK)) is REJECTED
             assert two.read_all() == [True] * len(MANY), "reads go on, and say nothing of writes"
-        assert two.store.paths_down() == 1
+        assert two.store.report().paths_down == 1
         assert two.read_all() == [True] * len(MANY)
         two.store.delete([make_key(two.dying[0])])
         assert two.store.contains([make_key(two.dying[0])]) == [False]
         patch.setattr(os, "pwritev", real)
         assert write_one(two.store, make_key(new[0]), b"not tried yet") is REJECTED
     two.recover()
-    assert two.store.paths_down() == 0
+    assert two.store.report().paths_down == 0
     assert put(two.store, make_key(new[0]), 0)
     assert [r.getMessage().split(" (")[0].split(": ")[0] for r in caplog.records] == [
         f"A write failed in {two.paths[1]}",

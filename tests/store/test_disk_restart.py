@@ -270,8 +270,8 @@ def test_the_background_scrub_sets_aside_and_counts(tmp_path: Path) -> None:
     assert _wait(lambda: len(seen) == 8 and len(os.listdir(tmp_path / "quarantine")) == 1)
     store.close()
     assert executor.close(30.0)
-    assert store.take_corrupt() == 1
-    assert store.take_corrupt() == 0
+    assert store.report().corrupt == 1
+    assert store.report().corrupt == 0
 
 
 def _wait(condition: object) -> bool:
@@ -339,8 +339,8 @@ def test_background_work_that_ends_by_an_unforeseen_error_is_logged_counted_and_
         )
         for first in (True, False)
     ]
-    assert store.take_maintenance_failures() == 2
-    assert store.take_maintenance_failures() == 0
+    assert store.report().maintenance_failures == 2
+    assert store.report().maintenance_failures == 0
 
 
 def test_background_work_that_the_directory_refuses_is_logged_once(
@@ -358,4 +358,4 @@ def test_background_work_that_the_directory_refuses_is_logged_once(
         f"Background work in {tmp_path} failed (more failures of this kind are not logged): "
         f"scanning in {tmp_path}: [Errno 5] broken"
     ]
-    assert store.take_maintenance_failures() == 0
+    assert store.report().maintenance_failures == 0

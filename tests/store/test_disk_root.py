@@ -26,6 +26,7 @@ from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import Settings, parse
+from tests.rigs.tiers import open_tier
 from tests.store.disks import disk, holds, on_disk, put
 
 LAYOUT = build.chunk_layout(Settings(), 16, [8192])
@@ -47,13 +48,12 @@ class Engine:
     def start(self, *paths: Path) -> Any:
         where = {"disk.paths": ",".join(map(str, paths)), "disk.size": "1GB"}
         settings = parse(None, {}, {**where, "disk.min_free": "0", "disk.scrub_rate": "0"}).settings
-        return build.build_disk(
+        return open_tier(
             settings,
             LAYOUT,
             clock=SystemClock(),
             metrics=Metrics(),
             describe=self.describe,
-            key=None,
             namespace=self.namespace,
             root=("all else", self.root),
         )

@@ -56,7 +56,7 @@ def test_h6_a_flipped_byte_is_found_set_aside_and_storable_anew(tmp_path: Path, 
     assert outcome == Done(GROUP.frame_bytes)
     with pytest.raises(FrameError):
         frame.check(buffer, GROUP.frame_bytes, key, GROUP)
-    store.quarantine([key])
+    store.set_aside([key])
     assert keys_held(store, KEYS) == [i for i in range(40) if i != 7]
     assert write_one(store, key, sealed(key)) == Done(GROUP.frame_bytes)
     assert read_one(store, key, GROUP.frame_bytes)[1] == sealed(key)
@@ -228,15 +228,15 @@ def test_h6_a_chunk_found_by_a_read_and_by_the_scrub_is_counted_once(tmp_path: P
     for read_first in (True, False):
         key = KEYS[read_first]
         calls = [
-            lambda key=key: store.quarantine([key]),
+            lambda key=key: store.set_aside([key]),
             lambda key=key: scrub_found(where, key.digest()),
         ]
         for call in calls if read_first else reversed(calls):
             call()
-        assert store.take_corrupt() == 0
+        assert store.report().corrupt == 0
     scrub_found(where, KEYS[2].digest())
     scrub_found(where, KEYS[2].digest())
-    store.quarantine([KEYS[3]])
-    assert store.take_corrupt() == 1
-    assert store.take_corrupt() == 0
+    store.set_aside([KEYS[3]])
+    assert store.report().corrupt == 1
+    assert store.report().corrupt == 0
     store.close()

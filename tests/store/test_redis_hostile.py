@@ -16,11 +16,12 @@ import pytest
 from redis.cluster import RedisCluster
 from redis.connection import Connection
 
-from kvstow import build
 from kvstow.backends.base import MISSING, REJECTED, Done
 from kvstow.backends.redis.about import about
 from kvstow.backends.redis.envelope import chunk_name
+from kvstow.backends.redis.open import redis_options
 from kvstow.backends.redis.options import RedisOptions, parse_address
+from kvstow.backends.redis.settings import RedisSettings
 from kvstow.backends.redis.store import Fullness, RedisStore
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
 from kvstow.metrics import Metrics
@@ -28,6 +29,7 @@ from kvstow.runtime import SystemClock
 from kvstow.settings import parse
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.rigs.redis_server import HOST, RedisServer, start_cluster, stop_all, until
+from tests.rigs.tiers import open_tier
 from tests.store.redis_rig import PART_BYTES, TlsFront, black_hole, make_certificates, open_store
 from tests.unit.rig import LAYOUT
 
@@ -523,7 +525,7 @@ def test_k6_nobody_there_is_unavailable_at_start_and_later_and_shows_no_secret(
             "redis.sentinel_password": SECRET,
         }
         settings = parse(None, {}, given).settings
-        tier = build.build_redis(
+        tier = open_tier(
             settings, LAYOUT, clock=SystemClock(), metrics=Metrics(), root=("model", "seed 0")
         )
         assert tier is not None
@@ -532,7 +534,7 @@ def test_k6_nobody_there_is_unavailable_at_start_and_later_and_shows_no_secret(
         for work in (
             lambda: tier._store.contains([make_key(0)]),
             lambda: write_one(tier._store, make_key(0), b"x"),
-            lambda: about(build.redis_options(settings), SystemClock()),
+            lambda: about(redis_options(settings.section(RedisSettings)), SystemClock()),
         ):
             with pytest.raises(StoreUnavailable) as caught:
                 work()
@@ -645,9 +647,9 @@ def test_h7_a_greeting_without_end_does_not_hold_up_the_start(
 ) -> None:
     front.greets = lambda _: b"+" + b"x" * 100_000
     front.step = 1
-    monkeypatch.setattr("kvstow.build.redis.START_S", SOON_S)
+    monkeypatch.setattr("kvstow.build.tiers.FIRST_CALL_S", SOON_S)
     settings = parse(None, {}, {"redis.url": front.url}).settings
-    tier = build.build_redis(settings, LAYOUT, clock=SystemClock(), metrics=Metrics())
+    tier = open_tier(settings, LAYOUT, clock=SystemClock(), metrics=Metrics())
     assert tier is not None
     assert "no answer within 0.2 s" in caplog.text
     front.close()

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstow import build
 from kvstow.backends.redis.envelope import chunk_name
 from kvstow.cache import Lookup
 from kvstow.errors import StoreUnavailable
@@ -21,6 +20,7 @@ from kvstow.settings import parse
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from kvstow.tiers.retry import Retry
 from tests.rigs.redis_server import RedisServer
+from tests.rigs.tiers import open_tier
 from tests.store.redis_node import Node
 from tests.store.redis_rig import FaultProxy, open_store
 from tests.unit.rig import LAYOUT, NAMESPACE, key, keys
@@ -75,7 +75,7 @@ def test_h7_a_remote_that_is_not_ready_does_not_hold_up_the_start(
     proxy.mode = mode
     given = {"redis.url": proxy.url, "redis.timeout_ms": 300, "redis.connect_timeout_ms": 300}
     settings = parse(None, {}, given).settings
-    tier = build.build_redis(
+    tier = open_tier(
         settings, LAYOUT, clock=SystemClock(), metrics=Metrics(), root=("model", "seed 0")
     )
     assert tier is not None

@@ -12,6 +12,7 @@ from kvstow.errors import UnsupportedError
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import Settings, parse
+from tests.rigs.tiers import open_tier
 from tests.store.test_redis_start import lower_tiers, prepare
 
 LAYOUT = build.chunk_layout(Settings(), 16, [8192])
@@ -47,7 +48,7 @@ def test_c3_engines_whose_hashes_begin_elsewhere_are_refused_and_others_share(
     own = parse(None, {}, {"objects.url": f"file://{tmp_path}/chunks"}).settings
 
     def start(root: tuple[str, str] | None) -> Any:
-        return build.build_objects(own, LAYOUT, clock=SystemClock(), metrics=Metrics(), root=root)
+        return open_tier(own, LAYOUT, clock=SystemClock(), metrics=Metrics(), root=root)
 
     tiers = [
         start(("model", "seed 0")),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvstow.backends.disk.settings import DiskSettings
 from kvstow.cli import main
 from kvstow.cli.reference import lmcache_page
 from kvstow.settings import lmcache, parse, sources
@@ -59,8 +60,8 @@ def test_what_is_printed_is_settings_of_kvstows(kvstow: Kvstow, file: str, tmp_p
     converted.write_text(out)
     settings = parse(str(converted), {}).settings
     assert settings.chunk_size == 256
-    assert (settings.memory.size, settings.disk.size) == (80 << 30, 800 << 30)
-    assert settings.disk.paths == ("/mnt/nvme/lmcache",)
+    assert (settings.memory.size, settings.section(DiskSettings).size) == (80 << 30, 800 << 30)
+    assert settings.section(DiskSettings).paths == ("/mnt/nvme/lmcache",)
     assert settings.plugins.stores == ("mine=a:B",)
     assert "chunk_size: 256  # chunk_size in " in out
     assert (

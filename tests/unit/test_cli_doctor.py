@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstow.cli.doctor import host, rbln, stored, versions
+from kvstow.backends.disk import stored
+from kvstow.backends.disk.filesystem import Filesystem, filesystem_of
+from kvstow.cli.doctor import host, rbln, versions
 from kvstow.cli.doctor import settings as setting_checks
-from kvstow.cli.doctor.mounts import Filesystem, filesystem_of
 from kvstow.cli.doctor.rbln import CommandResult, check_rds
 from kvstow.cli.doctor.result import Result, Status, bounded, ok
 from kvstow.cli.doctor.versions import Package, check_versions
-from kvstow.settings import Memory, Settings, parse
+from kvstow.settings import MemorySettings, Settings, parse
 from kvstow.settings.machine import Holder, HostFacts
 from kvstow.settings.machine import Memory as Left
 from kvstow.vllm import identity
@@ -181,12 +182,12 @@ def test_the_root_is_called_as_the_connector_calls_it() -> None:
 
 def test_memory_that_fits_and_that_does_not() -> None:
     facts = HostFacts(Left(10**10, 4 * 10**9, "this machine"))
-    [result] = host.check_memory(Settings(memory=Memory(size=3 * 10**9)), facts)
+    [result] = host.check_memory(Settings(memory=MemorySettings(size=3 * 10**9)), facts)
     assert (result.status, result.found) == (
         Status.OK,
         "memory.size 3GB fits: this machine has 4GB left of 10GB",
     )
-    [result] = bad(host.check_memory(Settings(memory=Memory(size=5 * 10**9)), facts))
+    [result] = bad(host.check_memory(Settings(memory=MemorySettings(size=5 * 10**9)), facts))
     assert "more than the 4GB of memory that this machine has left" in result.found
     assert result.fix.startswith("Set memory.size to less")
     [result] = host.check_memory(Settings(), HostFacts(None))
@@ -196,7 +197,9 @@ def test_memory_that_fits_and_that_does_not() -> None:
 @pytest.mark.parametrize("problem", ["is not a directory", "is not writable"])
 def test_a_pool_dir_that_cannot_be_used_is_not_for_want_of_memory(problem: str) -> None:
     facts = HostFacts(Left(10**10, 4 * 10**9, "this machine"), pool_dir_problem=problem)
-    [result] = bad(host.check_memory(Settings(memory=Memory(size=10**9, pool_dir="/nope")), facts))
+    [result] = bad(
+        host.check_memory(Settings(memory=MemorySettings(size=10**9, pool_dir="/nope")), facts)
+    )
     assert (result.status, result.found) == (Status.FAILED, f"memory.pool_dir /nope {problem}")
     assert "leave memory.pool_dir unset" in result.fix
     assert "memory.size" not in result.fix

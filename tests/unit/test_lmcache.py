@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.disk.settings import DiskSettings
 from kvstow.errors import SettingsError
 from kvstow.settings import Effective, Settings, leaves, parse, parse_lmcache
 from kvstow.settings import lmcache as module
@@ -205,7 +206,7 @@ def test_nothing_given_is_kvstows_defaults_but_for_lmcaches_pool() -> None:
     assert [key for key, source in effective.sources.items() if source != "default"] == [
         "memory.size"
     ]
-    assert effective.settings.disk == Settings().disk
+    assert effective.settings.section(DiskSettings) == Settings().section(DiskSettings)
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
@@ -333,7 +334,7 @@ def test_an_empty_value_is_as_if_it_were_not_given() -> None:
 
 def test_a_disk_without_a_size_is_no_disk_as_in_lmcache() -> None:
     effective = given(local_disk="/a")
-    assert effective.settings.disk.paths is None
+    assert effective.settings.section(DiskSettings).paths is None
     assert "max_local_disk_size is 0: no disk tier, as in LMCache" in warned(effective)
     assert "local_disk isn't set: no disk tier" in said(given(max_local_disk_size="3"))
 
@@ -579,14 +580,14 @@ def test_a_size_may_have_a_unit_which_is_lmcaches(written: str, size: int) -> No
 def test_a_disk_that_is_switched_on_without_a_directory_is_a_warning(value: object) -> None:
     extra = {"lmcache.local_disk": value, "lmcache.max_local_disk_size": 9}
     effective = given(extra=extra)
-    assert effective.settings.disk.paths is None
+    assert effective.settings.section(DiskSettings).paths is None
     assert "local_disk is true and names no directory" in warned(effective)
 
 
 @pytest.mark.parametrize("value", [False, "False", None])
 def test_a_disk_that_is_switched_off_is_none(value: object) -> None:
     effective = given(extra={"lmcache.local_disk": value})
-    assert effective.settings.disk.paths is None
+    assert effective.settings.section(DiskSettings).paths is None
     assert warned(effective) == ""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvstow.backends.mooncake.settings import MooncakeSettings
 from kvstow.errors import SettingsError
 from kvstow.settings import Effective, convert_lmcache, parse_lmcache
 
@@ -51,7 +52,7 @@ def refused(path: str, **given: Any) -> str:
 def test_every_key_of_the_file_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, FILE)
     found = effective(path, url="mooncakestore://")
-    mooncake = found.settings.mooncake
+    mooncake = found.settings.section(MooncakeSettings)
     assert mooncake.master == "10.0.0.1:50051"
     assert mooncake.metadata == "etcd://10.0.0.1:2379"
     assert (mooncake.protocol, mooncake.device) == ("rdma", "mlx5_0")
@@ -65,18 +66,18 @@ def test_every_key_of_the_file_is_read(tmp_path: Path) -> None:
 
 def test_the_address_and_device_in_the_url_win_over_the_file(tmp_path: Path) -> None:
     found = effective(write(tmp_path, FILE), url="mooncakestore://h:1/?device=mlx5_1")
-    assert found.settings.mooncake.master == "h:1"
-    assert found.settings.mooncake.device == "mlx5_1"
-    assert found.settings.mooncake.metadata == "etcd://10.0.0.1:2379"
+    assert found.settings.section(MooncakeSettings).master == "h:1"
+    assert found.settings.section(MooncakeSettings).device == "mlx5_1"
+    assert found.settings.section(MooncakeSettings).metadata == "etcd://10.0.0.1:2379"
 
 
 def test_the_file_replaces_what_extra_config_says_of_mooncake(tmp_path: Path) -> None:
     extra = {"protocol": "tcp", "mooncake_local_hostname": "n1", "global_segment_size": 7}
     path = write(tmp_path, {"protocol": "RDMA"})
     found = effective(path, extra=extra)
-    assert found.settings.mooncake.protocol == "rdma"
-    assert found.settings.mooncake.local_hostname == "127.0.0.1"
-    assert found.settings.mooncake.segment_size == 2 * 3_355_443_200
+    assert found.settings.section(MooncakeSettings).protocol == "rdma"
+    assert found.settings.section(MooncakeSettings).local_hostname == "127.0.0.1"
+    assert found.settings.section(MooncakeSettings).segment_size == 2 * 3_355_443_200
     for name in extra:
         assert name in notes(found), "what is not used is named"
     assert path in notes(found)
@@ -89,12 +90,12 @@ def test_the_file_replaces_what_extra_config_says_of_mooncake(tmp_path: Path) ->
 def test_sizes_are_read_as_mooncake_reads_them(tmp_path: Path, size: Any, comes_to: Any) -> None:
     found = effective(write(tmp_path, {"global_segment_size": size}))
     each = 3_355_443_200 if comes_to is None else comes_to
-    assert found.settings.mooncake.segment_size == 2 * each
+    assert found.settings.section(MooncakeSettings).segment_size == 2 * each
 
 
 def test_a_device_without_rdma_has_no_effect_and_is_named(tmp_path: Path) -> None:
     found = effective(write(tmp_path, {"protocol": "tcp", "device_name": "eth0"}))
-    assert found.settings.mooncake.device is None
+    assert found.settings.section(MooncakeSettings).device is None
     assert "device_name" in notes(found)
 
 
@@ -144,7 +145,7 @@ def test_a_file_without_a_master_and_a_url_without_one_are_refused(tmp_path: Pat
 
 def test_without_a_mooncake_url_the_file_is_not_read(tmp_path: Path) -> None:
     found = effective(str(tmp_path / "none.json"), url="redis://h")
-    assert found.settings.mooncake.master is None
+    assert found.settings.section(MooncakeSettings).master is None
 
 
 def test_converting_a_file_reads_what_the_variable_names(

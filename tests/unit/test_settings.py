@@ -12,14 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstow.build import check_tiers as check_disk
 from kvstow.errors import SettingsError
+from kvstow.fields.kinds import OPTIONS, SECRET
+from kvstow.fields.values import Options
+from kvstow.layout import MIN_CHUNKS
 from kvstow.settings import (
-    MIN_CHUNKS,
     HostFacts,
-    Memory,
+    MemorySettings,
     Secret,
     Settings,
-    check_disk,
     check_host,
     check_pool,
     chunk_tokens,
@@ -33,10 +35,8 @@ from kvstow.settings import (
 from kvstow.settings.machine import Holder, tightest_memory
 from kvstow.settings.machine import Memory as HostMemory
 from kvstow.settings.schema import Leaf
-from kvstow.settings.sections.fetch import Fetch
-from kvstow.settings.sections.kinds import OPTIONS, SECRET
+from kvstow.settings.sections.fetch import FetchSettings
 from kvstow.settings.sources import CONFIG_FILE, EXTRA_CONFIG, Effective, value_of
-from kvstow.settings.values import Options
 from kvstow.settings.yamlfile import parse_yaml
 
 #: A value of each setting that isn't its default: (as text, as YAML and JSON have it, what it comes to).
@@ -187,8 +187,10 @@ def test_precedence_rises_from_file_to_environment_to_extra_config(
     yaml_file["f"] = "chunk_size: 1\nfetch.deadline_ms: 1\nmemory:\n  size: 1GB\n  policy: s3fifo\n"
     env = {"KVSTOW_FETCH_DEADLINE_MS": "2", "KVSTOW_MEMORY_SIZE": "2GB"}
     effective = parse("f", env, {"memory": {"size": "3GB"}})
-    memory = Memory(size=3 * 10**9, policy="s3fifo")
-    assert effective.settings == Settings(chunk_size=1, fetch=Fetch(deadline_ms=2), memory=memory)
+    memory = MemorySettings(size=3 * 10**9, policy="s3fifo")
+    assert effective.settings == Settings(
+        chunk_size=1, fetch=FetchSettings(deadline_ms=2), memory=memory
+    )
     assert {
         k: s for k, s in effective.sources.items() if s != "default" or k.startswith("memory.")
     } == {
@@ -577,16 +579,16 @@ def test_chunk_tokens_are_as_set_or_auto() -> None:
 
 def test_o3_a_pool_below_a_few_chunks() -> None:
     frame = 7 << 20
-    check_pool(Settings(memory=Memory(size=MIN_CHUNKS * frame)), frame, 256)
+    check_pool(Settings(memory=MemorySettings(size=MIN_CHUNKS * frame)), frame, 256)
     with pytest.raises(SettingsError) as error:
-        check_pool(Settings(memory=Memory(size=MIN_CHUNKS * frame - 1)), frame, 256)
+        check_pool(Settings(memory=MemorySettings(size=MIN_CHUNKS * frame - 1)), frame, 256)
     message = str(error.value)
     assert "memory.size 29.36MB holds 3 chunks" in message
     assert "7MiB" in message
     assert "chunk_size to less than 256" in message
     advised = re.search(r"at least (\d+MB)", message)
     assert advised is not None
-    check_pool(Settings(memory=Memory(size=parse_size(advised[1]))), frame, 256)
+    check_pool(Settings(memory=MemorySettings(size=parse_size(advised[1]))), frame, 256)
 
 
 GB = 10**9
@@ -595,12 +597,12 @@ FACTS = HostFacts(HostMemory(16 * GB, 8 * GB, "this machine"))
 
 def refused_host(size: int, facts: HostFacts, engines: int = 1, pool_dir: str | None = None) -> str:
     with pytest.raises(SettingsError) as error:
-        check_host(Settings(memory=Memory(size=size, pool_dir=pool_dir)), facts, engines)
+        check_host(Settings(memory=MemorySettings(size=size, pool_dir=pool_dir)), facts, engines)
     return str(error.value)
 
 
 def test_h9_a_pool_above_memory_names_setting_number_and_fix() -> None:
-    check_host(Settings(memory=Memory(size=8 * GB)), FACTS)
+    check_host(Settings(memory=MemorySettings(size=8 * GB)), FACTS)
     left = refused_host(8 * GB + 1, FACTS)
     assert "memory.size" in left
     assert "8GB of memory that this machine has left" in left
@@ -611,7 +613,7 @@ def test_h9_a_pool_above_memory_names_setting_number_and_fix() -> None:
 
 
 def test_h9_the_sum_over_engines_must_fit_the_machine() -> None:
-    check_host(Settings(memory=Memory(size=4 * GB)), FACTS, engines=4)
+    check_host(Settings(memory=MemorySettings(size=4 * GB)), FACTS, engines=4)
     assert "5GB for each of 4 engines on this host is more than the 16GB" in refused_host(
         5 * GB, FACTS, engines=4
     )
@@ -622,7 +624,7 @@ def test_h9_a_pool_directory_too_small_names_the_container_option() -> None:
     message = refused_host(5 * GB, facts, pool_dir="/dev/shm")
     assert "memory.size 5GB is more than the 64MiB free in memory.pool_dir /dev/shm" in message
     assert "--shm-size" in message
-    check_host(Settings(memory=Memory(size=64 << 20, pool_dir="/dev/shm")), facts)
+    check_host(Settings(memory=MemorySettings(size=64 << 20, pool_dir="/dev/shm")), facts)
 
 
 def test_a_pool_directory_that_is_none() -> None:
@@ -636,7 +638,7 @@ def test_memory_held_by_a_killed_server_is_named() -> None:
 
 
 def test_unknown_memory_is_not_a_reason_to_refuse() -> None:
-    check_host(Settings(memory=Memory(size=1 << 60)), HostFacts(None))
+    check_host(Settings(memory=MemorySettings(size=1 << 60)), HostFacts(None))
 
 
 MEMINFO = (

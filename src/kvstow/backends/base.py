@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from kvstow.key import ChunkKey
 
@@ -83,4 +83,37 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release resources. Idempotent; no other method is called afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """Events that a store noticed by itself.
+
+    Attributes:
+        corrupt: Corrupt values that the store has set aside since the last report.
+        maintenance_failures: Runs of background work that ended by an unforeseen error since the last report.
+        paths_down: Directories or servers of the store that are out of use now. None: the store has no such parts.
+        hung_calls: Calls that hang now in parts which the store works without.
+    """
+
+    corrupt: int = 0
+    maintenance_failures: int = 0
+    paths_down: int | None = None
+    hung_calls: int = 0
+
+
+@runtime_checkable
+class MaintainedStore(Store, Protocol):
+    """A store that looks after its values by itself. Optional: a tier does without it."""
+
+    def set_aside(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove corrupt values so that each key can be written again. It may keep them for inspection."""
+        ...
+
+    def report(self) -> StoreReport:
+        """Return what the store noticed since the last call.
+
+        Never blocks: the owner's thread calls it on every step.
+        """
         ...

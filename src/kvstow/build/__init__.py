@@ -8,7 +8,7 @@ from kvstow.build.cache import (
     copy_executor,
     touch_executor,
 )
-from kvstow.build.codec import codec_names
+from kvstow.build.codec import check_codecs
 from kvstow.build.direct import (
     build_direct,
     check_direct,
@@ -17,37 +17,29 @@ from kvstow.build.direct import (
     load_rds,
     rds_media,
 )
-from kvstow.build.disk import build_disk
 from kvstow.build.integrity import integrity_key
-from kvstow.build.mooncake import build_mooncake, mooncake_options
-from kvstow.build.objects import build_objects, objects_options
-from kvstow.build.policies import POLICIES
-from kvstow.build.redis import build_redis, redis_options
-from kvstow.build.tiers import asked_for, lower_tiers
+from kvstow.build.plugins import resolve_plugins
+from kvstow.build.tiers import asked_for, check_tiers, configured_backends, lower_tiers, open_tier
 
 __all__ = [
-    "POLICIES",
     "adapter_executor",
     "asked_for",
     "build_cache",
     "build_direct",
-    "build_disk",
-    "build_mooncake",
-    "build_objects",
-    "build_redis",
     "check",
+    "check_codecs",
     "check_direct",
+    "check_tiers",
     "chunk_layout",
-    "codec_names",
+    "configured_backends",
     "copy_executor",
     "direct_executor",
     "file_media",
     "integrity_key",
     "load_rds",
     "lower_tiers",
-    "mooncake_options",
-    "objects_options",
+    "open_tier",
     "rds_media",
-    "redis_options",
+    "resolve_plugins",
     "touch_executor",
 ]

@@ -6,17 +6,17 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from kvstow.build.policies import POLICIES
+from kvstow.build.tiers import check_tiers
 from kvstow.cache import Cache
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics
+from kvstow.pool.policy import POLICIES
 from kvstow.pool.pool import HostPool, PoolError
 from kvstow.runtime import Clock, Executor, ThreadExecutor, rest
 from kvstow.settings import (
     HostFacts,
     Settings,
     available_bytes,
-    check_disk,
     check_host,
     check_pool,
     chunk_tokens,
@@ -53,7 +53,7 @@ def check(
     ``facts`` are this host's own by default; ``engines``: data parallel engines that share the host.
     """
     check_pool(settings, layout.max_frame_bytes, layout.chunk_tokens)
-    check_disk(settings, layout.max_frame_bytes)
+    check_tiers(settings, layout.max_frame_bytes)
     check_host(settings, facts or host_facts(settings.memory.pool_dir), engines)
 
 

@@ -1,61 +1,55 @@
-"""The codec of each lower tier, from settings."""
+"""The coder of each lower tier."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstow.errors import SettingsError, UnsupportedError
+from kvstow.fields.codec import RAW
 from kvstow.layout import ChunkLayout
-from kvstow.settings import Settings
-from kvstow.settings.sections.codec import RAW
 
 if TYPE_CHECKING:
     from kvstow.codec.frames import FrameCoder
     from kvstow.codec.shape import KVShape
 
-EXTRA = ("numpy", "backports")  # what the extra installs
+EXTRA: Final = ("numpy", "backports")  # packages that kvstow[codec] installs
 
 
-def codec_names(settings: Settings, tiers: Collection[str]) -> dict[str, str] | None:
-    """Each tier's codec; None: none can be had, nor is any wanted.
+def check_codecs(codecs: Mapping[str, str]) -> bool:
+    """Returns whether the codecs' libraries are installed. ``codecs`` maps tiers to names of codecs.
 
-    Raises ``SettingsError`` where a codec's libraries are not installed.
+    Raises ``SettingsError`` where they are not, and a codec needs them.
     """
-    coded = [tier for tier in tiers if hasattr(getattr(settings, tier, None), "codec")]
-    names = dict.fromkeys(tiers, RAW) | {tier: getattr(settings, tier).codec for tier in coded}
     try:
         import_module("kvstow.codec.choose")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in EXTRA:
             raise
-        for tier, name in names.items():
+        for tier, name in codecs.items():
             if name != RAW:
                 raise SettingsError(
-                    f"{tier}.codec is {name}, and its libraries aren't installed: pip install 'kvstow[codec]'"
+                    f"{tier}.codec is {name}, and its libraries aren't installed: "
+                    "pip install 'kvstow[codec]'"
                 ) from error
-        return None
-    return names
+        return False
+    return True
 
 
 def coders(
-    settings: Settings,
-    tiers: Sequence[str],
-    layout: ChunkLayout,
-    shapes: Sequence[Sequence[KVShape]],
+    codecs: Mapping[str, str], layout: ChunkLayout, shapes: Sequence[Sequence[KVShape]]
 ) -> Mapping[str, FrameCoder | None]:
-    """Of each tier, by its section's name; a raw one has one too, to read what was coded when the setting was another.
-    ``shapes[g][s]`` is what the KV of shard ``s`` of group ``g`` is.
+    """Makes the coder of each tier in ``codecs``, which maps tiers to names of codecs.
 
-    Raises what ``codec_names`` does, ``UnsupportedError`` where a codec does not suit the KV.
+    A tier with codec ``raw`` has a coder too, to read what was coded under another setting. None: the libraries are
+    not installed. ``shapes[g][s]`` describes the KV of shard ``s`` of group ``g``.
+
+    Raises what ``check_codecs`` raises, and ``UnsupportedError`` where a codec does not suit the KV.
     """
-    names = codec_names(settings, tiers)
-    return (
-        dict.fromkeys(tiers)
-        if names is None
-        else {t: _coder(t, name, layout, shapes) for t, name in names.items()}
-    )
+    if not check_codecs(codecs):
+        return dict.fromkeys(codecs)
+    return {tier: _coder(tier, name, layout, shapes) for tier, name in codecs.items()}
 
 
 def _coder(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvstow.build.cache import fetch_deadline_s
-from kvstow.build.policies import POLICIES
 from kvstow.build.tiers import asked_for
 from kvstow.cache import Cache
 from kvstow.direct.extents import Extents
@@ -18,12 +17,13 @@ from kvstow.direct.rds import load as load_rds
 from kvstow.direct.table import Table
 from kvstow.direct.volume import LOCK_TIMEOUT_S, device_bytes, open_extents, open_volume, paths_for
 from kvstow.errors import SettingsError, UnsupportedError
-from kvstow.layout import ChunkLayout
+from kvstow.layout import MIN_CHUNKS, ChunkLayout
 from kvstow.metrics import Metrics
+from kvstow.pool.policy import POLICIES
 from kvstow.runtime import Clock, Executor, ThreadExecutor
-from kvstow.settings import MIN_CHUNKS, Settings, format_size
+from kvstow.settings import Settings, format_size
 from kvstow.settings.sections.direct import FILE_STAGING_BYTES, RDS_STAGING_BYTES
-from kvstow.settings.sections.memory import Memory
+from kvstow.settings.sections.memory import MemorySettings
 
 logger = logging.getLogger("kvstow")
 
@@ -53,7 +53,7 @@ def check_direct(settings: Settings) -> None:
             raise SettingsError(
                 f"direct.engine and {setting} are set: direct storage has no tiers below it. Unset one"
             )
-    if settings.memory.size not in (0, Memory().size):
+    if settings.memory.size not in (0, MemorySettings().size):
         raise SettingsError(
             "direct.engine and memory.size are set: direct storage takes the place of host memory. Unset one"
         )

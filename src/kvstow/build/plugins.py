@@ -1,4 +1,4 @@
-"""Tiers of other packages, from settings."""
+"""Stores of other packages."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
-from kvstow.backends.base import Store
+from msgspec import Struct
+
+from kvstow.backends.descriptor import Backend, ConfiguredBackend, OpenContext, OpenedStore
 from kvstow.errors import SettingsError, StoreError
-from kvstow.layout import ChunkLayout
-from kvstow.metrics import Metrics
-from kvstow.runtime import Clock, ThreadExecutor
-from kvstow.settings import Settings, leaves
-from kvstow.settings.values import MASK
-from kvstow.tiers import Tier
+from kvstow.fields.values import MASK
+from kvstow.settings import Settings, leaves, parse_section
 from kvstow.tiers.checked import CheckedStore, within
+
+T = TypeVar("T")
 
 GROUP: Final = "kvstow.stores"  # of entry points
 OPEN_S: Final = 30.0  # the longest that importing and opening one may take
@@ -28,12 +29,12 @@ _SECRET: Final = re.compile("password|passwd|secret|token|key", re.IGNORECASE)
 _IN_URL: Final = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 
 
-def plugin_names(settings: Settings) -> Mapping[str, str]:
-    """Of each store that settings name its tier's name, and ``module:function`` or, for an entry point, nothing.
+def plugin_names(settings: Settings) -> Mapping[str, str | None]:
+    """Maps each configured plug-in's tier name to its ``module:function``, or to None if it is an entry point.
 
-    Raises ``SettingsError``.
+    Raises ``SettingsError`` for a name that is taken or can't be one.
     """
-    named = {}
+    named: dict[str, str | None] = {}
     taken = {leaf.section for leaf in leaves()}
     for entry in settings.plugins.stores or ():
         name, _, where = entry.partition("=")
@@ -47,14 +48,18 @@ def plugin_names(settings: Settings) -> Mapping[str, str]:
             )
         if "=" in entry and not re.fullmatch(r"[\w.]+:[\w.]+", where):
             raise SettingsError(f"plugins.stores: {entry}: expected name=module:function")
-        named[name] = where
+        named[name] = where or None
     return named
 
 
-def build_plugins(
-    settings: Settings, layout: ChunkLayout, *, clock: Clock, metrics: Metrics
-) -> list[Tier]:
-    """A tier for each store that other packages bring. Raises ``SettingsError`` when one can't be opened."""
+class FactorySettings(Struct, frozen=True, kw_only=True):
+    """The section of a plug-in that is a plain function: its options, as they are."""
+
+    options: dict[str, Any]
+
+
+def resolve_plugins(settings: Settings) -> list[ConfiguredBackend]:
+    """Imports each plug-in that settings name. Raises ``SettingsError`` if one can't be imported."""
     named = plugin_names(settings)
     options = json.loads(settings.plugins.options.reveal()) if settings.plugins.options else {}
     for name in options:
@@ -62,22 +67,46 @@ def build_plugins(
             raise SettingsError(
                 f"plugins.options has options for {name}, which plugins.stores doesn't name"
             )
-    tiers = []
-    for name, where in named.items():
-        store = CheckedStore(_open(name, where, options.get(name, {})))
-        executor = ThreadExecutor(name, threads=settings.plugins.threads)
-        tiers.append(Tier(name, store, executor, layout=layout, clock=clock, metrics=metrics))
-    return tiers
+    return [
+        _resolve(name, where, options.get(name, {}), settings.plugins.threads)
+        for name, where in named.items()
+    ]
 
 
-def _open(name: str, where: str, options: Mapping[str, Any]) -> Store:
-    def opened() -> tuple[Store, str | None]:
-        store: Store = _factory(name, where)(options)
-        missing = [method for method in _METHODS if not callable(getattr(store, method, None))]
-        return store, f"{type(store).__name__} has no {missing[0]}()" if missing else None
+def _resolve(
+    name: str, where: str | None, options: dict[str, Any], threads: int
+) -> ConfiguredBackend:
+    """Makes a backend of a plug-in's descriptor or function that opens, checks and answers within limits."""
+    found = _guarded(name, where, options, lambda: _load(name, where))
+    section: Struct
+    if isinstance(found, Backend):
+        backend = found
+        section = parse_section(found.section, options, f"plugins.options.{name}")
+    else:
+        backend = Backend(
+            name, FactorySettings, lambda own, _: OpenedStore(found(own.options), name)
+        )
+        section = FactorySettings(options=options)
 
+    def open_store(own: Any, context: OpenContext) -> OpenedStore:
+        def opened() -> tuple[OpenedStore, str | None]:
+            result: OpenedStore = backend.open(own, context)
+            store = result.store
+            missing = [each for each in _METHODS if not callable(getattr(store, each, None))]
+            return result, f"{type(store).__name__} has no {missing[0]}()" if missing else None
+
+        result, lacks = _guarded(name, where, options, opened)
+        if lacks:
+            raise SettingsError(f"plugins.stores: {name} is no kvstow Store: {lacks}")
+        return replace(result, store=CheckedStore(result.store))
+
+    return ConfiguredBackend(name, replace(backend, open=open_store), section, threads)
+
+
+def _guarded(name: str, where: str | None, options: Mapping[str, Any], work: Callable[[], T]) -> T:
+    """Returns the value of a plug-in's ``work``. Raises ``SettingsError``, without secrets, if it fails or hangs."""
     try:
-        store, lacks = within(f"open-{name}", opened, OPEN_S)
+        return within(f"open-{name}", work, OPEN_S)
     except StoreError as error:
         text = _IN_URL.sub(rf"\1{MASK}@", str(error))
         for secret in _secrets(options):
@@ -85,11 +114,8 @@ def _open(name: str, where: str, options: Mapping[str, Any]) -> Store:
         what = where or f"entry point {name} of group {GROUP}"
         raise SettingsError(
             f"plugins.stores: {name} can't be opened: {text}. {what} must be a function that takes options, a mapping, "
-            "and returns a kvstow Store"
+            "and returns a kvstow Store, or a Backend"
         ) from None
-    if lacks:
-        raise SettingsError(f"plugins.stores: {name} is no kvstow Store: {lacks}")
-    return store
 
 
 def _secrets(value: Any, named: bool = False) -> Iterator[str]:
@@ -104,7 +130,8 @@ def _secrets(value: Any, named: bool = False) -> Iterator[str]:
         yield str(value)
 
 
-def _factory(name: str, where: str) -> Callable[[Mapping[str, Any]], Any]:
+def _load(name: str, where: str | None) -> Any:
+    """Imports the function or descriptor that a plug-in is named by."""
     if where:
         module, _, attribute = where.partition(":")
         found: Any = importlib.import_module(module)
@@ -116,5 +143,4 @@ def _factory(name: str, where: str) -> Callable[[Mapping[str, Any]], Any]:
             known = ", ".join(sorted(points.names)) or "none"
             raise SettingsError(f"no installed package has registered it (there are: {known})")
         found = points[name].load()
-    factory: Callable[[Mapping[str, Any]], Any] = found
-    return factory
+    return found

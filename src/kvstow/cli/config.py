@@ -12,9 +12,9 @@ import typer
 from kvstow.cli.conflicts import conflicts
 from kvstow.cli.output import PIPED_COLUMNS
 from kvstow.errors import SettingsError
+from kvstow.fields.kinds import OPTIONS, SECRET, SIZE
+from kvstow.fields.values import MASK, format_size
 from kvstow.settings import Effective, convert_lmcache, leaves, load, parse, redact_url
-from kvstow.settings.sections.kinds import OPTIONS, SECRET, SIZE
-from kvstow.settings.values import MASK, format_size
 from kvstow.text import printable
 
 app = typer.Typer(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""What vLLM's start would refuse of settings that are each right, as far as that needs no engine."""
+"""Checks settings that are each valid but can't be used together, without an engine."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from functools import partial
 from typing import Final
 
 from kvstow.errors import SettingsError
-from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.runtime import run_within
-from kvstow.settings import Effective, check_disk
+from kvstow.settings import Effective
 
 LIMIT_S: Final = 10.0  # of a check, which may look at a file
 
 
 def conflicts(effective: Effective) -> Iterator[SettingsError]:
-    """One of each part at most, the settings' sources named."""
+    """Yields one error of each part at most, the settings' sources named."""
     from kvstow import build  # not at the top: the command line starts without the tiers
 
     settings = effective.settings
-    least = ChunkLayout((GroupLayout(1, 1, (1,)),))
+
+    def check_codecs() -> None:
+        build.asked_for(settings)  # the plug-ins' names
+        build.check_codecs({each.name: each.codec for each in build.configured_backends(settings)})
+
     checks: dict[str, Callable[[], object]] = {
-        "disk": lambda: check_disk(settings, 0),
-        "plugins": lambda: build.asked_for(settings),
-        "codec": lambda: build.codec_names(settings, build.asked_for(settings)),
+        "codec": check_codecs,
         "direct": lambda: build.check_direct(settings),
         "direct.path": lambda: settings.direct.engine == "file" and build.direct.choose(settings),
         "integrity_key_file": lambda: build.integrity_key(settings),
-        "redis": lambda: settings.redis.url and build.redis_options(settings),
-        "objects": lambda: settings.objects.url and build.objects_options(settings),
-        "mooncake": lambda: settings.mooncake.master and build.mooncake_options(settings, least),
     }
+    for name, backend, section, _ in build.configured_backends(settings):
+        checks[name] = partial(backend.check, section, 0)
     said: set[str] = set()
     for name, check in checks.items():
         error = _error(name, partial(_named, effective, check))

@@ -16,6 +16,7 @@ import typer
 
 from kvstow.backends.disk import frame_check
 from kvstow.backends.disk.scan import NamespaceUsage
+from kvstow.backends.disk.settings import DiskSettings
 from kvstow.cli.data_directory import DataDirectory, DirectoryUsage, DirectoryView, EmptyDirectory
 from kvstow.cli.output import PIPED_COLUMNS, format_bytes
 from kvstow.errors import SettingsError, StoreError
@@ -232,7 +233,7 @@ def namespaces(path: PathOption = None, as_json: JsonOption = False) -> None:
 
 def _paths(path: Sequence[str] | None) -> list[str]:
     """The directories to work on, each once."""
-    paths = path or load().settings.disk.paths
+    paths = path or load().settings.section(DiskSettings).paths
     if not paths:
         raise SettingsError("no directory: give --path, or set disk.paths")
     if "" in paths:

@@ -1,27 +1,23 @@
 """Settings: frozen structs, parsed once. ``load`` reads this process's own, ``parse`` what it is given."""
 
-from kvstow.settings.checks import MIN_CHUNKS, check_disk, check_host, check_pool, chunk_tokens
+from kvstow.fields.values import Secret, format_size, parse_size, redact_url
+from kvstow.settings.checks import check_host, check_pool, chunk_tokens
 from kvstow.settings.lmcache import convert_lmcache, lmcache_variables, load_lmcache, parse_lmcache
 from kvstow.settings.machine import HostFacts, available_bytes, host_facts
 from kvstow.settings.schema import Settings, leaves
-from kvstow.settings.sections.direct import Direct
-from kvstow.settings.sections.disk import Disk
-from kvstow.settings.sections.memory import Memory
-from kvstow.settings.sources import Effective, Row, load, parse, variable
-from kvstow.settings.values import Secret, format_size, parse_size, redact_url
+from kvstow.settings.sections.direct import DirectSettings
+from kvstow.settings.sections.memory import MemorySettings
+from kvstow.settings.sources import Effective, Row, load, parse, parse_section, variable
 
 __all__ = [
-    "MIN_CHUNKS",
-    "Direct",
-    "Disk",
+    "DirectSettings",
     "Effective",
     "HostFacts",
-    "Memory",
+    "MemorySettings",
     "Row",
     "Secret",
     "Settings",
     "available_bytes",
-    "check_disk",
     "check_host",
     "check_pool",
     "chunk_tokens",
@@ -34,6 +30,7 @@ __all__ = [
     "load_lmcache",
     "parse",
     "parse_lmcache",
+    "parse_section",
     "parse_size",
     "redact_url",
     "variable",

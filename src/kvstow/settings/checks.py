@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstow.errors import SettingsError
-from kvstow.layout import auto_chunk_tokens
+from kvstow.fields.values import format_size, round_up_to_mb
+from kvstow.layout import MIN_CHUNKS, auto_chunk_tokens
 from kvstow.settings.machine import HostFacts
 from kvstow.settings.schema import Settings
-from kvstow.settings.values import format_size
 
-MIN_CHUNKS: Final = 4  # one filled, one loaded, one sealed, and one left to hit
 _MEMORY_HINT: Final = (
     "Set memory.size to less, or give the container more "
     "(docker run --memory, resources.limits.memory in Kubernetes)"
@@ -45,8 +44,8 @@ def check_pool(settings: Settings, frame_bytes: int, chunk: int) -> None:
     if size < least:
         raise SettingsError(
             f"memory.size {format_size(size)} holds {size // frame_bytes} chunks: a chunk of {chunk} tokens takes "
-            f"{format_size(frame_bytes)} over all ranks and layers. Set memory.size to at least {_up(least)} "
-            f"({MIN_CHUNKS} chunks), or chunk_size to less than {chunk}"
+            f"{format_size(frame_bytes)} over all ranks and layers. Set memory.size to at least "
+            f"{round_up_to_mb(least)} ({MIN_CHUNKS} chunks), or chunk_size to less than {chunk}"
         )
 
 
@@ -90,26 +89,4 @@ def _check_pool_dir(settings: Settings, facts: HostFacts) -> None:
             f"memory.size {format_size(size)} is more than the {format_size(free)} free in memory.pool_dir {folder}. "
             "Set memory.size to less, leave memory.pool_dir unset (no directory is needed then), or enlarge it "
             "(docker run --shm-size, an emptyDir of medium Memory in Kubernetes)"
-        )
-
-
-def _up(size: int) -> str:
-    """``size`` rounded up to whole MB, as it may be written."""
-    return f"{-(-size // 10**6)}MB"
-
-
-def check_disk(settings: Settings, frame_bytes: int) -> None:
-    """A disk tier needs a limit, and each directory room for ``MIN_CHUNKS`` chunks."""
-    disk = settings.disk
-    if not disk.paths:
-        return
-    if disk.size is None:
-        raise SettingsError(
-            "disk.paths is set and disk.size is not: say how much they may hold, such as 500GB"
-        )
-    least = MIN_CHUNKS * frame_bytes * len(disk.paths)
-    if disk.size < least:
-        raise SettingsError(
-            f"disk.size {format_size(disk.size)} over {len(disk.paths)} paths is less than {MIN_CHUNKS} chunks of "
-            f"{format_size(frame_bytes)} in each. Set disk.size to at least {_up(least)}"
         )

@@ -11,10 +11,10 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs
 
 from kvstow.errors import SettingsError
+from kvstow.fields.values import MAX_BYTES, format_size
 from kvstow.settings.lmcache_keys import Entry, SourcedValue
 from kvstow.settings.lmcache_values import parse_binary_size
 from kvstow.settings.sources import Note, shown, shown_name
-from kvstow.settings.values import MAX_BYTES, format_size
 from kvstow.settings.yamlfile import read_bytes
 
 CONFIG_PATH: Final = "MOONCAKE_CONFIG_PATH"

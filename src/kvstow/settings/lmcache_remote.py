@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from kvstow.errors import SettingsError
+from kvstow.fields.values import MASK, redact_url
 from kvstow.settings.lmcache_mooncake import MooncakeSources, translate_mooncake
 from kvstow.settings.lmcache_values import Draft, is_off
-from kvstow.settings.values import MASK, redact_url
 
 CODECS: Final = {"naive": "raw", "cachegen": "quantized"}
 DEFAULT_REDIS: Final = "redis://localhost:6379"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from kvstow.errors import SettingsError
+from kvstow.fields.values import format_size
 from kvstow.settings.lmcache_keys import (
     EXTRA_KEYS,
     EXTRA_MAPPED,
@@ -19,7 +20,6 @@ from kvstow.settings.lmcache_keys import (
 from kvstow.settings.lmcache_remote import translate_remote
 from kvstow.settings.lmcache_values import GIB, Draft, LMCacheValues, is_off
 from kvstow.settings.sources import Note, nearest, shown_name
-from kvstow.settings.values import format_size
 
 MIB: Final = 1 << 20
 DEFAULT_POOL_GIB: Final = 5.0

@@ -10,9 +10,9 @@ from decimal import Decimal
 from typing import Any, Final
 
 from kvstow.errors import SettingsError
+from kvstow.fields.values import format_size
 from kvstow.settings.lmcache_keys import EXTRA_MAPPED, Entry, SourcedValue
 from kvstow.settings.sources import Note, shown
-from kvstow.settings.values import format_size
 
 GIB: Final = 1 << 30  # LMCache calls it GB
 MAX_NUMBER: Final = 1e9  # GiB or seconds: more is a mistake

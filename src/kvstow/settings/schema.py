@@ -1,28 +1,29 @@
-"""Every setting: its type, default and meaning. One struct a section, in
-``kvstow.settings.sections``; nothing here reads or checks anything.
+"""All settings: their types, defaults and descriptions.
 
-A section is a field of ``Settings`` whose type is a struct; a key is ``chunk_size`` or ``memory.size``. To add
-a setting, add a field: sources, ``kvstow config`` and the reference page follow.
+A section is a struct, and a setting is a field of it. The sections of backends are in their folders, the others in
+``kvstow.settings.sections``. To add a setting, add a field: sources, ``kvstow config`` and the reference page follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.direct import Direct
-from kvstow.settings.sections.disk import Disk
-from kvstow.settings.sections.fetch import Fetch
-from kvstow.settings.sections.kinds import NAMES, OPTIONS, PATHS, SECRET, SIZE
-from kvstow.settings.sections.memory import Memory
-from kvstow.settings.sections.mooncake import Mooncake
-from kvstow.settings.sections.objects import Objects
-from kvstow.settings.sections.plugins import Plugins
-from kvstow.settings.sections.redis import Redis
-from kvstow.settings.values import (
+from kvstow.backends.registry import BACKENDS
+from kvstow.fields.kinds import NAMES, OPTIONS, PATHS, SECRET, SIZE
+from kvstow.fields.values import (
     Secret,
     format_size,
     masked,
@@ -31,6 +32,16 @@ from kvstow.settings.values import (
     parse_paths,
     parse_size,
 )
+from kvstow.settings.sections.direct import DirectSettings
+from kvstow.settings.sections.fetch import FetchSettings
+from kvstow.settings.sections.memory import MemorySettings
+from kvstow.settings.sections.plugins import PluginsSettings
+
+S = TypeVar("S", bound=Struct)
+
+
+def _default_sections() -> Mapping[str, Struct]:
+    return {backend.name: backend.section() for backend in BACKENDS}
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,14 +75,18 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "neither forge nor swap KV. The same key in all engines that share a tier. Unset: checksums only."
         ),
     ] = None
-    fetch: Fetch = Fetch()
-    memory: Memory = Memory()
-    disk: Disk = Disk()
-    direct: Direct = Direct()
-    redis: Redis = Redis()
-    objects: Objects = Objects()
-    mooncake: Mooncake = Mooncake()
-    plugins: Plugins = Plugins()
+    fetch: FetchSettings = FetchSettings()
+    memory: MemorySettings = MemorySettings()
+    direct: DirectSettings = DirectSettings()
+    backends: Mapping[str, Struct] = msgspec.field(default_factory=_default_sections)
+    plugins: PluginsSettings = PluginsSettings()
+
+    def section(self, kind: type[S]) -> S:
+        """Returns the section of a backend, by its type: ``settings.section(DiskSettings)``."""
+        for section in self.backends.values():
+            if isinstance(section, kind):
+                return section
+        raise KeyError(kind.__name__)
 
 
 class Leaf(NamedTuple):
@@ -149,6 +164,10 @@ def leaves(root: type[Struct] = Settings, section: str = "") -> Iterator[Leaf]:
     """Every setting of ``root``, in the order of its fields."""
     hints = get_type_hints(root, include_extras=True)
     for field in msgspec.structs.fields(root):
+        if root is Settings and field.name == "backends":
+            for backend in BACKENDS:
+                yield from leaves(backend.section, backend.name)
+            continue
         hint = hints[field.name]
         if isinstance(hint, type) and issubclass(hint, Struct):
             yield from leaves(hint, field.name)

@@ -11,15 +11,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Struct
 
+from kvstow.backends.registry import BACKENDS
 from kvstow.errors import SettingsError
+from kvstow.fields.kinds import OPTIONS, SECRET
+from kvstow.fields.values import Secret, masked
 from kvstow.settings.schema import Leaf, Settings, leaves
-from kvstow.settings.sections.kinds import OPTIONS, SECRET
-from kvstow.settings.values import Secret, masked
 from kvstow.settings.yamlfile import read_yaml
+
+S = TypeVar("S", bound=Struct)
 
 PREFIX: Final = "KVSTOW_"
 CONFIG_FILE: Final = "KVSTOW_CONFIG_FILE"
@@ -99,8 +103,11 @@ class Effective:
 
 
 def value_of(settings: Settings, leaf: Leaf) -> Any:
-    """The value of one setting."""
-    return getattr(getattr(settings, leaf.section) if leaf.section else settings, leaf.name)
+    """Returns the value of one setting."""
+    section: Struct = settings
+    if leaf.section:
+        section = settings.backends.get(leaf.section) or getattr(settings, leaf.section)
+    return getattr(section, leaf.name)
 
 
 def load(extra_config: Mapping[str, Any] | None = None, *, file: str | None = None) -> Effective:
@@ -189,7 +196,23 @@ def _build(known: Iterable[Leaf], values: Mapping[str, Any]) -> Settings:
     sections = {
         f.name: f.type(**parts[f.name]) for f in msgspec.structs.fields(Settings) if f.name in parts
     }
-    return Settings(**parts[""], **sections)
+    backends = {backend.name: backend.section(**parts[backend.name]) for backend in BACKENDS}
+    return Settings(**parts[""], **sections, backends=backends)
+
+
+def parse_section(kind: type[S], given: Mapping[str, Any], source: str) -> S:
+    """Returns a section of a plug-in from its options. ``source`` names them in messages.
+
+    Raises ``SettingsError`` for an unknown name or a wrong value.
+    """
+    known = {leaf.name: leaf for leaf in leaves(kind)}
+    values = {}
+    for name, raw in given.items():
+        if name not in known:
+            valid = nearest(name, known)
+            raise SettingsError(f"unknown setting {shown_name(name)} in {source}; {valid}")
+        values[name] = _checked(known[name], raw, source, from_text=False)
+    return kind(**values)
 
 
 def _flat(

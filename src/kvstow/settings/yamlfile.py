@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstow.errors import SettingsError
-from kvstow.settings.values import masked
+from kvstow.fields.values import masked
 
 if TYPE_CHECKING:
     from yaml import Node

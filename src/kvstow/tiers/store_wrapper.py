@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvstow.backends.base import Buffer, Outcome, Store
+from kvstow.backends.base import Buffer, MaintainedStore, Outcome, Store, StoreReport
 from kvstow.key import ChunkKey
 
 A = TypeVar("A")
@@ -16,7 +16,9 @@ class StoreWrapper:
     """A Store that forwards every operation to ``store``.
 
     A subclass overrides ``_call`` for what it does to all operations but ``close``. ``close`` is
-    always forwarded, because no wrapper may leak what the store holds.
+    always forwarded, because no wrapper may leak what the store holds. Every wrapper is a
+    ``MaintainedStore``: where the store has no ``set_aside``, corrupt values are deleted, and where
+    it has no ``report``, the report is empty.
     """
 
     def __init__(self, store: Store) -> None:
@@ -36,6 +38,15 @@ class StoreWrapper:
 
     def close(self) -> None:
         self._store.close()
+
+    def set_aside(self, keys: Sequence[ChunkKey]) -> None:
+        if isinstance(self._store, MaintainedStore):
+            self._store.set_aside(keys)
+        else:
+            self.delete(keys)
+
+    def report(self) -> StoreReport:
+        return self._store.report() if isinstance(self._store, MaintainedStore) else StoreReport()
 
     def _call(self, method: Callable[[A], R], argument: A) -> R:
         return method(argument)

@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from kvstow.backends.base import Done, Store
+from kvstow.backends.base import Done, Store, StoreReport
+from kvstow.backends.limits import TierLimits
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
@@ -20,7 +21,7 @@ from kvstow.runtime import Clock, Executor
 from kvstow.tiers.breaker import Breaker, BreakerState
 from kvstow.tiers.call import Call
 from kvstow.tiers.health import LOOK_UP, READ, WRITE, TierHealth
-from kvstow.tiers.limits import TierLimits, WriteRate
+from kvstow.tiers.limits import WriteRate
 from kvstow.tiers.transfers import FrameTransfers, ReadResult, Unusable, WriteResult
 
 if TYPE_CHECKING:
@@ -44,17 +45,11 @@ class Tier:
         limits: TierLimits | None = None,
         coder: FrameCoder | None = None,
         integrity_key: bytes | None = None,
-        set_aside: Callable[[Sequence[ChunkKey]], None] | None = None,
-        take_corrupt: Callable[[], int] | None = None,
-        paths_down: Callable[[], int] | None = None,
-        stuck: Callable[[], int] | None = None,
-        take_maintenance_failures: Callable[[], int] | None = None,
     ) -> None:
-        """``coder`` None: frames are raw. ``set_aside`` removes corrupt values from the store some other way than
-        ``delete``; on a worker.
-        ``take_corrupt`` says how many the store found by itself since it was last asked, to be counted too;
-        ``paths_down`` how many of the directories that it is spread over are out of use, ``stuck`` how many calls hang
-        in these while it works on without them."""
+        """``coder`` codes what is written; None: frames are raw.
+
+        With ``integrity_key`` every frame's MAC is checked.
+        """
         self.name = name
         self.limits = limits or TierLimits()
         self.executor = executor
@@ -64,13 +59,9 @@ class Tier:
         self._health = TierHealth(name, self._store, metrics)
         self._layout = layout
         self._transfers = FrameTransfers(
-            self._store, layout, clock, set_aside or self._store.delete
+            self._store, layout, clock, coder=coder, integrity_key=integrity_key
         )
-        self.use(coder, integrity_key)
-        self._take_corrupt = take_corrupt
-        self._paths_down = paths_down
-        self._stuck = stuck
-        self._take_maintenance_failures = take_maintenance_failures
+        self.exact = coder is None or not coder.lossy  # values come back as they were written
         self._clock = clock
         self._metrics = metrics
         self._calls: dict[Call, None] = {}
@@ -79,16 +70,10 @@ class Tier:
         self._queued_bytes = 0
         self._read_bytes = 0
         self._rate = WriteRate(self.limits.assumed_write_bytes_s)
-        self._hung_aside = 0  # calls that hang in a part which the store works on without
+        self._hung_aside = 0  # calls that hang in a part which the store works without
         self._shown_down = -1
         self._progress_s = clock.monotonic()
         self._look_for_hung_s = self._progress_s
-
-    def use(self, coder: FrameCoder | None, integrity_key: bytes | None) -> None:
-        """Before the first call: code what is written, and check every frame's MAC."""
-        self._transfers.coder = coder
-        self._transfers.integrity_key = integrity_key
-        self.exact = coder is None or not coder.lossy  # values come back as they were written
 
     # --- health ---------------------------------------------------------------------------------------------------
 
@@ -114,7 +99,8 @@ class Tier:
 
     def poll(self) -> int:
         """Take the results of ended calls and look for hung ones. Returns how many ended."""
-        self._take_what_the_store_found()
+        report = self._store.report()
+        self._count_report(report)
         if not self._calls and not self.executor.outstanding and self._health.settled:
             return 0
         ended = self.executor.poll()
@@ -122,33 +108,31 @@ class Tier:
         hung = self._health.hung_calls + self._hung_aside
         if now_s >= self._look_for_hung_s or (ended and hung):
             self._look_for_hung_s = now_s + self.limits.hung_after_s / 10
-            self._count_hung(now_s - self.limits.hung_after_s)
+            self._count_hung(now_s - self.limits.hung_after_s, report.hung_calls)
         self._health.show()
         return ended
 
-    def _take_what_the_store_found(self) -> None:
-        """Count what the store has noticed by itself since the last poll."""
-        if self._take_corrupt is not None:
-            corrupt = self._take_corrupt()
-            if corrupt:
-                self._metrics.count("corrupt_chunks", corrupt, tier=self.name)
-        if self._take_maintenance_failures is not None:
-            failures = self._take_maintenance_failures()
-            if failures:
-                self._metrics.count("maintenance_failures", failures, tier=self.name)
-        if self._paths_down is not None:
-            down = self._paths_down()
-            if down != self._shown_down:
-                self._shown_down = down
-                self._metrics.gauge("tier_paths_down", down, tier=self.name)
+    def _count_report(self, report: StoreReport) -> None:
+        if report.corrupt:
+            self._metrics.count("corrupt_chunks", report.corrupt, tier=self.name)
+        if report.maintenance_failures:
+            failures = report.maintenance_failures
+            self._metrics.count("maintenance_failures", failures, tier=self.name)
+        down = report.paths_down
+        if down is not None and down != self._shown_down:
+            self._shown_down = down
+            self._metrics.gauge("tier_paths_down", down, tier=self.name)
 
-    def _count_hung(self, late_s: float) -> None:
-        """Count the calls that began at ``late_s`` or before and have not ended."""
+    def _count_hung(self, late_s: float, hung_aside: int) -> None:
+        """Count the calls that began at ``late_s`` or before and have not ended.
+
+        The store works without ``hung_aside`` of them.
+        """
         hung = sum(
             call.ended_s is None and call.began_s is not None and call.began_s <= late_s
             for call in self._calls
         )
-        self._hung_aside = min(hung, self._stuck()) if hung and self._stuck is not None else 0
+        self._hung_aside = min(hung, hung_aside)
         self._health.hung_calls = hung - self._hung_aside
 
     # --- what it holds, as far as is known ---------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstow import frame
-from kvstow.backends.base import REJECTED, Done, Missing, Outcome, Store
+from kvstow.backends.base import REJECTED, Done, MaintainedStore, Missing, Outcome
 from kvstow.errors import FrameError, StoreError
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout
@@ -55,23 +55,23 @@ class WriteResult(NamedTuple):
 class FrameTransfers:
     """Moves frames between slots and a store. Thread-safe.
 
-    ``coder`` None: frames are raw. ``set_aside`` removes corrupt values from the store. Both
-    ``coder`` and ``integrity_key`` are set before the first call, and not changed.
+    ``coder`` None: frames are raw.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: MaintainedStore,
         layout: ChunkLayout,
         clock: Clock,
-        set_aside: Callable[[Sequence[ChunkKey]], None],
+        *,
+        coder: FrameCoder | None,
+        integrity_key: bytes | None,
     ) -> None:
         self._store = store
         self._layout = layout
         self._clock = clock
-        self._set_aside = set_aside
-        self.coder: FrameCoder | None = None
-        self.integrity_key: bytes | None = None
+        self.coder = coder
+        self.integrity_key = integrity_key
 
     def read(self, views: Sequence[tuple[ChunkKey, memoryview]]) -> list[ReadResult]:
         """Fill each slot with the payload of its key, checked.
@@ -98,7 +98,7 @@ class FrameTransfers:
         # Each is a miss either way: removing is for those who ask later.
         if corrupt:
             with suppress(StoreError):
-                self._set_aside(corrupt)
+                self._store.set_aside(corrupt)
         if useless:
             with suppress(StoreError):
                 self._store.delete(useless)

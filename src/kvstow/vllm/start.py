@@ -13,6 +13,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvstow import build
+from kvstow.backends.descriptor import HashRoot, OpenContext
 from kvstow.cache import Cache
 from kvstow.device.base import Device
 from kvstow.direct.geometry import DirectRef
@@ -23,6 +24,7 @@ from kvstow.pool.pool import PoolRef
 from kvstow.pool.slots import Slots
 from kvstow.runtime import Executor, SystemClock
 from kvstow.settings import Effective, Settings, load, load_lmcache, variable
+from kvstow.settings.variables import set_defaults
 from kvstow.tiers import Tier
 from kvstow.vllm import rbln_config
 from kvstow.vllm.fingerprint import Adapters, loading_began_ns
@@ -368,16 +370,20 @@ def _lower_tiers(parts: _Parts, key: bytes | None) -> list[Tier]:
         return {"parent": about.pop("namespace"), **about}
 
     on_cpu = parts.vllm_config.device_config.device_type == "cpu"
+    context = OpenContext(
+        parts.layout,
+        parts.clock,
+        engine_index=parts.engine_index,
+        integrity_key=key,
+        describe=describe,
+        namespace=identity.namespace,
+        root=HashRoot(*identity.root()),
+        set_variables=set_defaults,
+    )
     return build.lower_tiers(
         parts.settings,
-        parts.layout,
         kv_shapes(parts.kv_cache_config, parts.layout, parts.pages, on_cpu=on_cpu),
-        clock=parts.clock,
+        context,
         metrics=parts.metrics,
-        describe=describe,
-        device=parts.engine_index,
         not_persistent=identity.not_persistent,
-        key=key,
-        namespace=identity.namespace,
-        root=identity.root(),
     )

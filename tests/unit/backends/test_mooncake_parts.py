@@ -13,6 +13,8 @@ from kvstow import build
 from kvstow.backends.base import MISSING, REJECTED, Done
 from kvstow.backends.mooncake import MooncakeOptions
 from kvstow.backends.mooncake.names import NamesInUse
+from kvstow.backends.mooncake.open import check, mooncake_options
+from kvstow.backends.mooncake.settings import MooncakeSettings
 from kvstow.backends.mooncake.store import MooncakeStore
 from kvstow.errors import SettingsError, StoreUnavailable
 from kvstow.key import ChunkKey, Namespace
@@ -20,6 +22,7 @@ from kvstow.metrics import Metrics
 from kvstow.settings import Settings, parse
 from kvstow.settings.variables import set_defaults
 from kvstow.testing.manual import ManualClock
+from tests.rigs.tiers import open_tier
 
 LAYOUT = build.chunk_layout(Settings(), 16, [8192])
 
@@ -42,7 +45,7 @@ def test_k6_every_setting_reaches_the_store() -> None:
         timeout_ms=500,
         connect_timeout_ms=3000,
     )
-    assert build.mooncake_options(own, LAYOUT) == MooncakeOptions(
+    assert mooncake_options(own.section(MooncakeSettings)) == MooncakeOptions(
         "h:50051",
         metadata="http://h:8080/metadata",
         protocol="rdma",
@@ -78,11 +81,11 @@ def test_o1_settings_that_cannot_be_used_are_named_with_the_fix(
     own: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(SettingsError, match=says):
-        build.mooncake_options(settings(**own), LAYOUT)
+        check(settings(**own).section(MooncakeSettings), LAYOUT.max_frame_bytes)
 
 
 def tier(**own: Any) -> Any:
-    return build.build_mooncake(settings(**own), LAYOUT, clock=ManualClock(), metrics=Metrics())
+    return open_tier(settings(**own), LAYOUT, clock=ManualClock(), metrics=Metrics())
 
 
 def test_without_a_master_there_is_no_tier() -> None:

@@ -11,12 +11,15 @@ import pytest
 
 from kvstow import build
 from kvstow.backends.objects import Bucket, ObjectsOptions, parse_url
+from kvstow.backends.objects.open import objects_options
+from kvstow.backends.objects.settings import ObjectsSettings
 from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import Settings, parse
 from kvstow.testing.manual import ManualClock
+from tests.rigs.tiers import open_tier
 
 SECRET = "hunter2"
 LAYOUT = build.chunk_layout(Settings(), 16, [8192])
@@ -100,7 +103,7 @@ def test_plain_http_is_for_this_host_alone_unless_told(
 
 def options(**settings: Any) -> ObjectsOptions:
     values = {f"objects.{name}": value for name, value in {"url": "s3://b/p", **settings}.items()}
-    return build.objects_options(parse(None, {}, values).settings)
+    return objects_options(parse(None, {}, values).settings.section(ObjectsSettings))
 
 
 def test_k6_every_setting_reaches_the_store() -> None:
@@ -164,7 +167,7 @@ def test_o1_settings_that_cannot_be_used_are_named_with_the_fix(
 def tier(**settings: Any) -> Any:
     values = {f"objects.{name}": value for name, value in settings.items()}
     own = parse(None, {}, values).settings
-    return build.build_objects(own, LAYOUT, clock=ManualClock(), metrics=Metrics())
+    return open_tier(own, LAYOUT, clock=ManualClock(), metrics=Metrics())
 
 
 def test_without_a_url_there_is_no_tier() -> None:
@@ -257,10 +260,10 @@ def test_h7_without_credentials_the_start_goes_on_and_the_log_says_what_to_set(
 
 def test_doctor_says_which_credentials_are_lacking(bare: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
-    from kvstow.cli.doctor.remote import check_objects
+    from kvstow.backends.objects.checks import check_objects
 
     bare.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
-    [result] = check_objects("s3://b", options(url="s3://b"), SystemClock())
+    [result] = check_objects(ObjectsSettings(url="s3://b"), SystemClock())
     assert (result.check, str(result.status)) == ("objects", "failed")
     assert "no credentials in the environment" in result.found
     assert result.found.endswith("objects.profile, or objects.anonymous")

@@ -19,12 +19,15 @@ from kvstow.backends.redis.envelope import (
     cut,
     unpack,
 )
+from kvstow.backends.redis.open import redis_options
 from kvstow.backends.redis.options import Address, RedisOptions
+from kvstow.backends.redis.settings import RedisSettings
 from kvstow.errors import SettingsError
 from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
 from kvstow.settings import Settings, parse
 from kvstow.testing.manual import ManualClock
+from tests.rigs.tiers import open_tier
 
 SECRET = "hunter2"
 LAYOUT = build.chunk_layout(Settings(), 16, [8192])
@@ -149,7 +152,7 @@ def settings(**values: Any) -> Settings:
 def test_o2_every_setting_reaches_the_store(tmp_path: Path) -> None:
     pem = tmp_path / "x.pem"
     pem.write_text("")
-    options = build.redis_options(
+    options = redis_options(
         settings(
             url=f"rediss://u:{SECRET}@h:1",
             topology="sentinel",
@@ -165,7 +168,7 @@ def test_o2_every_setting_reaches_the_store(tmp_path: Path) -> None:
             part_size="1MiB",
             timeout_ms=300,
             connect_timeout_ms=200,
-        )
+        ).section(RedisSettings)
     )
     assert options.address == tcp(("h", 1), tls=True, who=("u", SECRET))
     assert (options.topology, options.service) == ("sentinel", "kv")
@@ -192,12 +195,12 @@ def test_o2_every_setting_reaches_the_store(tmp_path: Path) -> None:
 )
 def test_k6_wrong_settings_are_refused_at_start(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says) as caught:
-        build.redis_options(settings(**wrong))
+        redis_options(settings(**wrong).section(RedisSettings))
     assert SECRET not in str(caught.value)
 
 
 def built(given: Settings) -> Any:
-    return build.build_redis(given, LAYOUT, clock=ManualClock(), metrics=Metrics())
+    return open_tier(given, LAYOUT, clock=ManualClock(), metrics=Metrics())
 
 
 def test_without_a_url_there_is_no_tier() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvstow import build
+from kvstow.backends.descriptor import OpenContext
 from kvstow.build import plugins
-from kvstow.build.plugins import GROUP, build_plugins, plugin_names
+from kvstow.build.plugins import GROUP, plugin_names
 from kvstow.cache import Cache, Found
 from kvstow.errors import SettingsError
 from kvstow.metrics import Metrics
@@ -68,7 +69,9 @@ def settings(**given: Any) -> Settings:
 
 
 def built(**given: Any) -> list[Tier]:
-    return build_plugins(settings(**given), LAYOUT, clock=SystemClock(), metrics=Metrics())
+    context = OpenContext(LAYOUT, SystemClock())
+    plugins = build.resolve_plugins(settings(**given))
+    return [build.open_tier(plugin, context, Metrics()) for plugin in plugins]
 
 
 def refused(**given: Any) -> str:

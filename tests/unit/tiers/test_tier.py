@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvstow import frame
-from kvstow.backends.base import REJECTED, Buffer, Outcome
+from kvstow.backends.base import REJECTED, Buffer, Outcome, StoreReport
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.pool.pool import Lease
@@ -275,7 +275,7 @@ def test_a_key_that_was_not_admitted_is_not_held_and_one_that_was_there_is() -> 
 def test_background_work_that_failed_is_counted() -> None:
     rig = Rig()
     failures = iter([0, 2, 0])
-    rig.tiers[0]._take_maintenance_failures = lambda: next(failures)
+    rig.tiers[0]._store.report = lambda: StoreReport(maintenance_failures=next(failures))
     for _ in range(3):
         rig.tiers[0].poll()
     assert rig.counter("maintenance_failures", tier="t0") == 2
@@ -285,7 +285,7 @@ def test_directories_out_of_use_are_shown_once_a_change() -> None:
     rig = Rig()
     down = iter([0, 0, 1, 1, 0])
     shown = []
-    rig.tiers[0]._paths_down = lambda: next(down)
+    rig.tiers[0]._store.report = lambda: StoreReport(paths_down=next(down))
     for _ in range(5):
         rig.tiers[0].poll()
         shown.append(((rig.metrics.take() or {}).get("gauges") or {}).get("tier_paths_down|t0"))
@@ -441,9 +441,9 @@ def test_corrupt_values_are_set_aside_as_the_tier_was_told_and_those_found_elsew
     rig = Rig(slots=4, tiers=1)
     [tier] = rig.tiers
     aside: list[object] = []
-    tier._transfers._set_aside = aside.extend
+    tier._store.set_aside = aside.extend
     elsewhere = iter([2])
-    tier._take_corrupt = lambda: next(elsewhere, 0)
+    tier._store.report = lambda: StoreReport(corrupt=next(elsewhere, 0))
     rig.inners[0].write([(key(1), [memoryview(b"not a frame")])])
     rig.fetch("a", 1)
     rig.settle()

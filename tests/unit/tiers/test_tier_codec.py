@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 pytest.importorskip("backports.zstd")
 
 from kvstow import frame
+from kvstow.key import ChunkKey
 from kvstow.metrics import Metrics, merge
 from kvstow.pool.index import Got, Index
 from kvstow.pool.policy.lru import LRU
@@ -14,6 +17,7 @@ from kvstow.pool.pool import HostPool
 from kvstow.testing.manual import ManualClock, ManualExecutor
 from kvstow.testing.memory_store import MemoryStore
 from kvstow.tiers import Tier
+from kvstow.tiers.store_wrapper import StoreWrapper
 from tests.unit.codec.kv import (
     CODED,
     FRAME_BYTES,
@@ -31,6 +35,17 @@ from tests.unit.codec.kv import (
 KEY = b"k" * 32
 
 
+class SettingAside(StoreWrapper):
+    """A store that says what it was told to set aside."""
+
+    def __init__(self, store: MemoryStore, removed: list[object]) -> None:
+        super().__init__(store)
+        self._removed = removed
+
+    def set_aside(self, keys: Sequence[ChunkKey]) -> None:
+        self._removed.extend(keys)
+
+
 class One:
     """A tier over ``store``, with a codec."""
 
@@ -39,17 +54,18 @@ class One:
     ) -> None:
         self.clock, self.metrics, self.executor = ManualClock(), Metrics(), ManualExecutor()
         self.store = store or MemoryStore()
+        self.removed: list[object] = []
         self.pool = HostPool.create(LAYOUT, 8 * FRAME_BYTES, name="one")
         self.integrity_key = integrity_key
-        self.removed: list[object] = []
         self.tier = Tier(
-            *("t", self.store, self.executor),
+            "t",
+            SettingAside(self.store, self.removed),
+            self.executor,
             layout=LAYOUT,
             clock=self.clock,
             metrics=self.metrics,
             coder=None if name is None else coder(name),
             integrity_key=integrity_key,
-            set_aside=self.removed.extend,
         )
         self.taken: dict[str, dict[str, float]] = {}
 
@@ -165,8 +181,9 @@ def test_what_a_tier_has_is_not_coded_again(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a15_a_codec_that_fails_is_a_failed_store_and_a_miss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one, coding = One("lossless"), coder("lossless")
-    one.tier.use(coding, None)
+    one = One("lossless")
+    coding = one.tier._transfers.coder
+    assert coding is not None
     encode = type(coding._codec).encode
 
     def broken(*_: object) -> int:

@@ -12,8 +12,8 @@ from typing import Final
 from kvstow.backends.disk.scrub import Scrub
 from kvstow.backends.disk.volume import DiskVolume
 from kvstow.errors import KVStowError
+from kvstow.fields.values import format_size
 from kvstow.runtime import Clock, Executor, repeat
-from kvstow.settings import format_size
 
 TICK_S: Final = 1.0  # between two rounds of background work
 RESTART_S: Final = 60.0  # until work starts again that ended by an unforeseen error

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Concatenate, Final, Literal, ParamSpec, TypeVar
 
-from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome
+from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome, StoreReport
 from kvstow.backends.disk.admission import SecondSight
 from kvstow.backends.disk.check import Check
 from kvstow.backends.disk.health import FaultKind, Health
@@ -184,35 +184,26 @@ class DiskStore:
                 )
         return found
 
-    def quarantine(self, keys: Sequence[ChunkKey]) -> None:
+    def set_aside(self, keys: Sequence[ChunkKey]) -> None:
         """Move the files of corrupt values aside: each key is a miss from now on, and can be written again."""
         for key in keys:
             self._call(key, FaultKind.WRITE, DiskVolume.set_aside, False, "corrupt")
             with self._lock:
                 self._found_corrupt.discard(key.digest())  # the caller counts it
 
-    def take_corrupt(self) -> int:
-        """How many corrupt values the scrub has set aside since the last call."""
+    def report(self) -> StoreReport:
+        """Return what the scrub found, how maintenance fared, and which directories are out of use or hang."""
         with self._lock:
-            count = len(self._found_corrupt)
+            corrupt = len(self._found_corrupt)
             self._found_corrupt.clear()
-        return count
-
-    def take_maintenance_failures(self) -> int:
-        """How often background work has ended by an unforeseen error since the last call."""
-        return self._maintenance.take_failures()
-
-    def paths_down(self) -> int:
-        """How many of the directories that chunks are spread over are out of use, or are not written."""
-        if len(self._spread) > 1:  # asked on every step
-            for which in self._in_progress.hanging()[0]:
+        hung_calls = 0
+        if len(self._spread) > 1:
+            hanging, hung_calls = self._in_progress.hanging()
+            for which in hanging:
                 error = StoreUnavailable("a call in it does not return")
                 self._health.failed(which, FaultKind.HANG, error, at_once=True)
-        return self._health.down
-
-    def stuck(self) -> int:
-        """How many calls hang in directories that are out of use, while other directories and threads work."""
-        return self._in_progress.hanging()[1]
+        failures = self._maintenance.take_failures()
+        return StoreReport(corrupt, failures, self._health.down, hung_calls)
 
     @property
     def used_bytes(self) -> int | None:

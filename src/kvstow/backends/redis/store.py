@@ -23,7 +23,6 @@ from kvstow.backends.redis.envelope import (
     unpack,
 )
 from kvstow.backends.redis.options import MIN_PART_BYTES, RedisOptions
-from kvstow.backends.redis.root import Root
 from kvstow.backends.redis.session import (
     FAULTS,
     Clients,
@@ -75,9 +74,8 @@ class Fullness:
 class RedisStore:
     """The store of the redis tier. It connects when it is first used, and again whenever a connection was lost."""
 
-    def __init__(self, options: RedisOptions, clock: Clock, root: Root | None = None) -> None:
+    def __init__(self, options: RedisOptions, clock: Clock) -> None:
         self._options = options
-        self._root = root
         self._prefix = options.prefix.encode()
         self._clients = Clients(options, clock)
         self._fullness = Fullness(clock)
@@ -89,8 +87,6 @@ class RedisStore:
 
     def _ping(self, session: Session) -> None:
         session.get_start([self._prefix], [1])
-        if self._root is not None:
-            self._root.renew(session)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Takes one round trip, and one more if chunks are in parts. The server counts it as a use of the chunks, and
@@ -129,8 +125,6 @@ class RedisStore:
     # --- existence ----------------------------------------------------------------------------
 
     def _contains(self, names: Sequence[bytes], session: Session) -> list[bool]:
-        if self._root is not None:
-            self._root.renew(session)
         envelopes = _envelopes(session, names)
         parts = _part_names(names, envelopes)
         touched = session.run_all([("TOUCH", part) for part in parts])

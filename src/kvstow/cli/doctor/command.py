@@ -11,12 +11,13 @@ from typing import Annotated, Final
 import typer
 
 from kvstow import __version__
+from kvstow.backends.disk.checks import DISK_S, check_path
+from kvstow.backends.result import Check, PlannedCheck
 from kvstow.cli.conflicts import conflicts
-from kvstow.cli.doctor import disk, host, rbln, remote, stored, versions
+from kvstow.cli.doctor import host, rbln, versions
 from kvstow.cli.doctor import settings as setting_checks
 from kvstow.cli.doctor.result import (
     CORRECT,
-    Check,
     Result,
     Status,
     bounded,
@@ -41,8 +42,7 @@ from kvstow.text import printable
 
 EXIT_FAILED: Final = 1
 QUICK_S: Final = 10.0
-DISK_S: Final = 20.0
-REMOTE_S: Final = 20.0
+PLUGINS_S: Final = 60.0
 RDS_S: Final = 2 * rbln.COMMAND_S + 5.0
 SETTINGS: Final = "settings"
 COLOURS: Final = {
@@ -51,8 +51,6 @@ COLOURS: Final = {
     Status.FAILED: "red",
     Status.UNKNOWN: "magenta",
 }
-
-PlannedCheck = tuple[str, float, Check]  # its name, the seconds that it may take, the check
 
 
 def doctor(
@@ -141,86 +139,78 @@ def _ignored_lmcache() -> list[Result]:
 def _plan(settings: Settings | None) -> Iterator[PlannedCheck]:
     found = versions.installed()
     on_rbln = any(name in found for name in versions.RBLN)
-    yield "versions", QUICK_S, partial(versions.check_versions, found)
+    yield PlannedCheck("versions", QUICK_S, partial(versions.check_versions, found))
     if settings is None:
-        yield (
-            "the rest",
-            QUICK_S,
-            lambda: [unknown("the rest", "could not check without settings", CORRECT)],
-        )
+        rest = [unknown("the rest", "could not check without settings", CORRECT)]
+        yield PlannedCheck("the rest", QUICK_S, lambda: rest)
     else:
         yield from _host(settings, on_rbln)
-        yield from _disks(settings)
-        yield from _remote(settings)
+        yield from _tiers(settings)
     wanted = settings is not None and settings.direct.engine == "rds"
     if on_rbln or wanted:
-        yield "RDS", RDS_S, partial(rbln.check_rds, wanted=wanted)
+        yield PlannedCheck("RDS", RDS_S, partial(rbln.check_rds, wanted=wanted))
 
 
 def _host(settings: Settings, on_rbln: bool) -> Iterator[PlannedCheck]:
-    from kvstow.build import asked_for
-
-    pool_dir, size, mooncake = settings.memory.pool_dir, settings.memory.size, settings.mooncake
-    locks = {
-        "Mooncake": mooncake.protocol == "rdma" and mooncake.master is not None,
-        "RDS": on_rbln,
-    }
-    registers = [name for name, on in locks.items() if on]
-    seed = variable(host.SEED)
-    yield (
-        host.SEED,
-        QUICK_S,
-        lambda: host.check_hash_seed(seed, list(asked_for(settings)), rbln=on_rbln),
-    )
-    if settings.direct.engine is None:
-        yield "memory", QUICK_S, lambda: host.check_memory(settings, host_facts(pool_dir))
-        yield "memory.pool_dir", QUICK_S, lambda: host.check_pool_dir(pool_dir)
-        disks = settings.disk.paths is not None
-        yield "huge pages", QUICK_S, lambda: host.check_huge_pages(pool_dir, size, disks=disks)
-    yield (
-        "pools",
-        QUICK_S,
-        lambda: host.check_pools(host_facts().holders, host.is_orphan, unseen=host.has_unseen()),
-    )
-    yield (
-        "locked memory",
-        QUICK_S,
-        lambda: host.check_memlock(host.memlock_bytes(), size, registers),
-    )
-
-
-def _disks(settings: Settings) -> Iterator[PlannedCheck]:
-    direct, seed = settings.direct, variable(host.SEED)
-    for path in settings.disk.paths or ():
-        yield f"chunks in {path}", QUICK_S, partial(stored.check_stored, path, seed)
-    used = [(settings.disk.paths, settings.disk.size, settings.disk.min_free, "disk.size")]
-    used += (
-        [(direct.path, direct.size, 0, "direct.size")] if direct.engine in ("auto", "file") else []
-    )
-    for paths, size, min_free, setting in used:
-        for path in paths or ():
-            part = (size or 0) // len(paths or ())
-            yield (
-                f"disk {path}",
-                DISK_S,
-                partial(disk.check_path, path, part, min_free, SystemClock(), setting),
-            )
-
-
-def _remote(settings: Settings) -> Iterator[PlannedCheck]:
     from kvstow import build
 
-    clock, objects = SystemClock(), settings.objects.url
-    if settings.redis.url is not None:
-        yield "redis", REMOTE_S, lambda: remote.check_redis(build.redis_options(settings), clock)
-    if objects is not None:
-        yield (
-            "objects",
-            REMOTE_S,
-            lambda: remote.check_objects(objects, build.objects_options(settings), clock),
-        )
-    if settings.mooncake.master is not None:
-        yield "mooncake", REMOTE_S, partial(remote.check_mooncake, settings.mooncake.master)
+    pool_dir, size = settings.memory.pool_dir, settings.memory.size
+    configured = build.configured_backends(settings)
+    disks = any(each.name == "disk" for each in configured)
+    pinning = [
+        backend.title for _, backend, section, _ in configured if backend.pins_memory(section)
+    ]
+    if on_rbln:
+        pinning.append("RDS")
+    seed = variable(host.SEED)
+
+    def quick(name: str, run: Check) -> PlannedCheck:
+        return PlannedCheck(name, QUICK_S, run)
+
+    yield quick(
+        host.SEED, lambda: host.check_hash_seed(seed, list(build.asked_for(settings)), rbln=on_rbln)
+    )
+    if settings.direct.engine is None:
+        yield quick("memory", lambda: host.check_memory(settings, host_facts(pool_dir)))
+        yield quick("memory.pool_dir", lambda: host.check_pool_dir(pool_dir))
+        yield quick("huge pages", lambda: host.check_huge_pages(pool_dir, size, disks=disks))
+    yield quick(
+        "pools",
+        lambda: host.check_pools(host_facts().holders, host.is_orphan, unseen=host.has_unseen()),
+    )
+    yield quick("locked memory", lambda: host.check_memlock(host.memlock_bytes(), size, pinning))
+
+
+def _tiers(settings: Settings) -> Iterator[PlannedCheck]:
+    from kvstow import build
+
+    clock, seed = SystemClock(), variable(host.SEED)
+    for _, backend, section, _ in build.configured_backends(settings):
+        yield from backend.checks(section, clock, seed)
+    direct = settings.direct
+    paths = direct.path or () if direct.engine in ("auto", "file") else ()
+    for path in paths:
+        part = (direct.size or 0) // len(paths)
+        run = partial(check_path, path, part, 0, clock, "direct.size")
+        yield PlannedCheck(f"disk {path}", DISK_S, run)
+    if settings.plugins.stores:
+        yield PlannedCheck("plug-ins", PLUGINS_S, partial(_plugins, settings))
+
+
+def _plugins(settings: Settings) -> Iterator[Result]:
+    """Opens nothing: imports each plug-in, and runs the checks that it brings."""
+    from kvstow import build
+
+    clock, seed = SystemClock(), variable(host.SEED)
+    try:
+        plugins = build.resolve_plugins(settings)
+    except SettingsError as error:
+        yield failed("plug-ins", str(error), CORRECT)
+        return
+    for name, backend, section, _ in plugins:
+        yield ok("plug-ins", f"{name} can be imported")
+        for check in backend.checks(section, clock, seed):
+            yield from bounded(check.name, check.run, check.limit_s)
 
 
 def _show(results: Sequence[Result]) -> None:

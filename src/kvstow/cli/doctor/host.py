@@ -13,7 +13,7 @@ from typing import Final
 
 import psutil
 
-from kvstow.cli.doctor.mounts import filesystem_of
+from kvstow.backends.disk.filesystem import filesystem_of
 from kvstow.cli.doctor.result import Result, failed, ok, unknown, warning
 from kvstow.errors import SettingsError
 from kvstow.pool.hostmem import HostMemory, PoolError

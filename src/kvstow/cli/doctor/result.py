@@ -1,57 +1,27 @@
-"""Results of checks, and the runner of checks that may hang or raise."""
+"""Runs checks so that they can neither hang nor raise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final
 
+from kvstow.backends.result import MAX_FOUND, Check, Result, Status, failed, ok, unknown, warning
 from kvstow.errors import SettingsError
 from kvstow.runtime import run_within
 
-MAX_FOUND: Final = 400  # characters of another program's message
 CORRECT: Final = "correct the setting in the file or variable that it is from, then run this again"
 
-
-class Status(StrEnum):
-    """The outcome of a check."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
-    UNKNOWN = "could not check"
-
-
-class Result(NamedTuple):
-    """A check's name, its outcome, what it found, and what to do about it (empty if nothing)."""
-
-    check: str
-    status: Status
-    found: str
-    fix: str = ""
-
-
-Check = Callable[[], Iterable[Result]]
-
-
-def ok(check: str, found: str) -> Result:
-    """A result without a problem."""
-    return Result(check, Status.OK, found)
-
-
-def warning(check: str, found: str, fix: str) -> Result:
-    """A problem with which kvstow works, less well."""
-    return Result(check, Status.WARNING, found, fix)
-
-
-def failed(check: str, found: str, fix: str) -> Result:
-    """A problem with which kvstow does not work."""
-    return Result(check, Status.FAILED, found, fix)
-
-
-def unknown(check: str, found: str, fix: str = "") -> Result:
-    """A check that could not be made."""
-    return Result(check, Status.UNKNOWN, found, fix)
+__all__ = [
+    "CORRECT",
+    "MAX_FOUND",
+    "Check",
+    "Result",
+    "Status",
+    "bounded",
+    "failed",
+    "ok",
+    "unknown",
+    "warning",
+]
 
 
 def bounded(name: str, check: Check, limit_s: float) -> list[Result]:

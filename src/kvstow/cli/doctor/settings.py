@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kvstow.backends.disk.settings import DiskSettings
+from kvstow.backends.registry import BACKENDS
 from kvstow.cli.doctor.result import Result, warning
-from kvstow.settings import MIN_CHUNKS, Row, Settings, format_size
+from kvstow.layout import MIN_CHUNKS
+from kvstow.settings import Row, Settings, format_size
 
 MIN_CHUNK_BYTES: Final = 1_000_000  # chunks of common models are larger
 MIN_TIER_BYTES: Final = MIN_CHUNKS * MIN_CHUNK_BYTES
-SWITCHES: Final = ("disk.paths", "redis.url", "objects.url", "mooncake.master", "direct.engine")
+SWITCHES: Final = (*(backend.switch_key for backend in BACKENDS), "direct.engine")
 REFUSED_AT_START: Final = "direct.path"  # without its switch; `kvstow config` reports it already
 
 
@@ -18,10 +21,11 @@ def check_sizes(settings: Settings) -> Iterator[Result]:
     """Warn of sizes in which no model's minimum of chunks fits, probably for want of a unit."""
     if settings.direct.engine is None:
         yield from _size("memory.size", settings.memory.size, "")
-    paths = settings.disk.paths or ()
-    if paths and settings.disk.size is not None:
+    disk = settings.section(DiskSettings)
+    paths = disk.paths or ()
+    if paths and disk.size is not None:
         per_path = " a path" if len(paths) > 1 else ""
-        yield from _size("disk.size", settings.disk.size // len(paths), per_path)
+        yield from _size("disk.size", disk.size // len(paths), per_path)
 
 
 def _size(setting: str, size_bytes: int, per_path: str) -> Iterator[Result]:

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Struct, field
 
 from kvstow.errors import KVStowError, UnsupportedError
+from kvstow.fields.values import MASK, masked
 from kvstow.runtime import Clock
-from kvstow.settings.values import MASK, masked
 
 MAX_BODY_BYTES: Final = 16 << 20
 MAX_MESSAGE: Final = 300  # characters of the server's own message

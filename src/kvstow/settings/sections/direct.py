@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName
+from kvstow.fields.kinds import PATHS, SIZE, PolicyName
 
 FILE_STAGING_BYTES: Final = (
     256 << 20
@@ -14,7 +14,7 @@ FILE_STAGING_BYTES: Final = (
 RDS_STAGING_BYTES: Final = 2048 << 20  # a rank: rds_buffer_size of the RBLN documentation
 
 
-class Direct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DirectSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Direct storage: KV between the device and NVMe, without a pool of host memory in between."""
 
     engine: Annotated[

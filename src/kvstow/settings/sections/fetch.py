@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 
-class Fetch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FetchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fetches of chunks that only a lower tier holds, whichever."""
 
     deadline_ms: Annotated[

@@ -6,12 +6,12 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.kinds import SIZE, PolicyName
+from kvstow.fields.kinds import SIZE, PolicyName
 
 DEFAULT_MEMORY_BYTES: Final = 5_000_000_000
 
 
-class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MemorySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The host-memory tier: shared memory that all ranks of one engine copy to and from."""
 
     size: Annotated[

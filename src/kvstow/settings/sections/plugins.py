@@ -6,11 +6,11 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.kinds import NAMES, OPTIONS, Threads
-from kvstow.settings.values import Options
+from kvstow.fields.kinds import NAMES, OPTIONS, Threads
+from kvstow.fields.values import Options
 
 
-class Plugins(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PluginsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tiers of other packages, below kvstow's own."""
 
     stores: Annotated[

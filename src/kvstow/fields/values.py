@@ -55,6 +55,11 @@ def format_size(size: int) -> str:
     return f"{size}B"
 
 
+def round_up_to_mb(size: int) -> str:
+    """Returns ``size`` rounded up to whole megabytes, as text that a setting accepts: ``17MB``."""
+    return f"{-(-size // 10**6)}MB"
+
+
 def parse_paths(value: object) -> tuple[str, ...]:
     """Absolute paths of a list, or of text in which commas separate them. Raises ValueError."""
     parts = value.split(",") if isinstance(value, str) else value

@@ -6,14 +6,14 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.codec import RAW, Codec
-from kvstow.settings.sections.kinds import SECRET, SIZE, Threads
-from kvstow.settings.values import Secret
+from kvstow.fields.codec import RAW, Codec
+from kvstow.fields.kinds import SECRET, SIZE, Threads
+from kvstow.fields.values import Secret
 
 DEFAULT_PART_BYTES: Final = 16 << 20
 
 
-class Redis(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RedisSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Redis or Valkey tier: a server that several engines, on several hosts, share."""
 
     url: Annotated[

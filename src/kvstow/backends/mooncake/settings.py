@@ -6,13 +6,13 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.codec import RAW, Codec
-from kvstow.settings.sections.kinds import SIZE, Threads
+from kvstow.fields.codec import RAW, Codec
+from kvstow.fields.kinds import SIZE, Threads
 
 DEFAULT_BUFFER_BYTES: Final = 64 << 20
 
 
-class Mooncake(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MooncakeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Mooncake tier: memory that processes on several hosts lend each other, over RDMA or TCP."""
 
     master: Annotated[

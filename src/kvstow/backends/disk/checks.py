@@ -9,16 +9,21 @@ import secrets
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 from kvstow.backends.disk import files, names
+from kvstow.backends.disk.filesystem import Filesystem, filesystem_of
 from kvstow.backends.disk.ledger import read_page
-from kvstow.cli.doctor.mounts import Filesystem, filesystem_of
-from kvstow.cli.doctor.result import Result, failed, ok, warning
+from kvstow.backends.disk.settings import DiskSettings
+from kvstow.backends.disk.stored import check_stored
+from kvstow.backends.result import PlannedCheck, Result, failed, ok, warning
+from kvstow.fields.values import format_size
 from kvstow.pool.hostmem import private_memory
 from kvstow.runtime import Clock
-from kvstow.settings import format_size
 
+STORED_S: Final = 10.0
+DISK_S: Final = 20.0
 PIECE_BYTES: Final = 4 << 20  # of a chunk's size
 SAMPLE_BYTES: Final = 64 << 20  # written and read; less where SAMPLE_S comes first
 SAMPLE_S: Final = 2.0  # each way
@@ -47,6 +52,18 @@ LACKING: Final = {
     "direct.size": "files are taken whole at the start: unless they are there already, set direct.size to less",
 }
 _NO_ACCESS: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def checks(section: DiskSettings, clock: Clock, hash_seed: str | None) -> Iterator[PlannedCheck]:
+    """The checks of ``kvstow doctor`` for each directory."""
+    paths = section.paths or ()
+    for path in paths:
+        run = partial(check_stored, path, hash_seed)
+        yield PlannedCheck(f"chunks in {path}", STORED_S, run)
+    for path in paths:
+        part_bytes = (section.size or 0) // len(paths)
+        measure_path = partial(check_path, path, part_bytes, section.min_free, clock)
+        yield PlannedCheck(f"disk {path}", DISK_S, measure_path)
 
 
 class Measured(NamedTuple):

@@ -6,13 +6,13 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.codec import RAW, Codec
-from kvstow.settings.sections.kinds import SIZE, Threads
+from kvstow.fields.codec import RAW, Codec
+from kvstow.fields.kinds import SIZE, Threads
 
 DEFAULT_PART_BYTES: Final = 8 << 20
 
 
-class Objects(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ObjectsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The object store tier: a bucket that several engines share, on several hosts too.
 
     Credentials come from where each cloud's tools find them, from the environment first.

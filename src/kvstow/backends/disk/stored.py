@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvstow.backends.disk.rivals import roots_in
-from kvstow.cli.doctor.host import SEED
-from kvstow.cli.doctor.result import Result, ok, warning
+from kvstow.backends.result import Result, ok, warning
 
+SEED: Final = "PYTHONHASHSEED"
 ROOT: Final = "block hash root"  # as the connector calls it in namespace.json
 DEFAULT: Final = "vLLM's default"
 SEEDED: Final = "seed "

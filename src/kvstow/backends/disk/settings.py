@@ -6,14 +6,14 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from kvstow.settings.sections.codec import RAW, Codec
-from kvstow.settings.sections.kinds import PATHS, SIZE, PolicyName, Threads
+from kvstow.fields.codec import RAW, Codec
+from kvstow.fields.kinds import PATHS, SIZE, PolicyName, Threads
 
 DEFAULT_MIN_FREE_BYTES: Final = 1_000_000_000
 DEFAULT_SCRUB_BYTES_S: Final = 10_000_000  # a terabyte in 28 hours
 
 
-class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DiskSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The disk tier: files that outlive the engine, in directories that several engines may share."""
 
     paths: Annotated[

@@ -1,0 +1,1 @@
+"""Types of settings' fields, and their values as users write and read them."""
