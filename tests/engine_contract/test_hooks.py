@@ -42,11 +42,11 @@ START = {
     "set_xfer_handshake_metadata_pp_aware",
     "supports_sleep_mode",
 }
-# These return a constant, or build an object that contains its own errors
-# (tests/unit/test_metrics.py).
+# These return a constant, or contain the errors of metrics (tests/unit/test_metrics.py).
 CONSTANT = {
     "build_kv_connector_stats",
     "build_prom_metrics",
+    "get_kv_connector_stats",
     "requires_kv_delivery",
     "save_kv_layer",
     "wait_for_layer_load",
@@ -107,7 +107,6 @@ SCHEDULER: dict[str, Case] = {
     "request_finished": ("request_finished", lambda: (request(), [1]), (False, None)),
     "has_pending_push_work": ("busy", tuple, False),
     "reset_cache": ("reset", tuple, False),
-    "get_kv_connector_stats": ("take_stats", tuple, None),
 }
 WORKER: dict[str, Case] = {
     "unregister_kv_caches": ("unregister_kv_caches", tuple, None),
@@ -169,6 +168,14 @@ def test_a_scheduler_hook_that_raises_switches_kvstow_off(name: str) -> None:
     fail_once(driver.stack.side, method)
     assert getattr(driver.stack.connector, name)(*arguments()) == answer
     assert driver.stack.side._broken
+    driver.close()
+
+
+def test_metrics_that_fail_switch_nothing_off() -> None:
+    driver = Driver(Shape())
+    fail_once(driver.stack.side, "take_stats")
+    assert driver.stack.connector.get_kv_connector_stats() is None
+    assert not driver.stack.side._broken
     driver.close()
 
 

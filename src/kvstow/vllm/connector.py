@@ -25,7 +25,7 @@ from kvstow.errors import FailurePolicyError
 from kvstow.vllm import start
 from kvstow.vllm.groups import refuse_unserved_model
 from kvstow.vllm.metadata import Handshake, StepMeta, WorkerMeta
-from kvstow.vllm.metrics import KVStowPromMetrics, KVStowStats
+from kvstow.vllm.metrics import KVStowPromMetrics, KVStowStats, contained
 from kvstow.vllm.ranks import Rank, own_handshakes
 from kvstow.vllm.scheduler import SchedulerSide
 from kvstow.vllm.worker import WorkerSide
@@ -290,7 +290,7 @@ class KVStowConnector(KVConnectorBase_V1):
 
     # --- both -------------------------------------------------------------------------------------
 
-    @guarded(_nothing)
+    @contained(None)  # metrics that fail are no reason to switch kvstow off
     def get_kv_connector_stats(self) -> KVStowStats | None:
         data = self._scheduler.take_stats() if self._scheduler is not None else None
         return KVStowStats(data=data) if data is not None else None

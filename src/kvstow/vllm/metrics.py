@@ -35,7 +35,7 @@ def _log_once(what: str) -> None:
     logger.exception("%s failed; metrics of kvstow may be wrong or missing from now on", what)
 
 
-def _contained(fallback: object) -> Callable[[Function], Function]:
+def contained(fallback: object) -> Callable[[Function], Function]:
     """Makes a function return ``fallback`` where it would raise."""
 
     def wrap(function: Function) -> Function:
@@ -68,7 +68,7 @@ class KVStowStats(KVConnectorStats):
         self._merge(other)
         return self
 
-    @_contained(None)
+    @contained(None)
     def _merge(self, other: KVConnectorStats) -> None:
         self.data = merge(self.data, other.data)
 
@@ -77,7 +77,7 @@ class KVStowStats(KVConnectorStats):
         return _reduced(self.data)
 
 
-@_contained({})
+@contained({})
 def _reduced(data: dict[str, Any]) -> dict[str, int | float]:
     reduced: dict[str, int | float] = {}
     for part in ("counters", "gauges"):
@@ -119,7 +119,7 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
         for name, spec in METRICS.items():
             self._register(name, spec)
 
-    @_contained(None)
+    @contained(None)
     def _register(self, name: str, spec: MetricSpec) -> None:
         """Registers one metric.
 
@@ -162,13 +162,13 @@ class KVStowPromMetrics(KVConnectorPromMetrics):
             self._bound[engine, series] = bound
         return bound
 
-    @_contained(None)
+    @contained(None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for part, kind in KINDS:
             for series, value in (transfer_stats_data.get(part) or {}).items():
                 self._observe_series(engine_idx, kind, series, value)
 
-    @_contained(None)
+    @contained(None)
     def _observe_series(self, engine: int, kind: str, series: str, value: Any) -> None:
         metric = self._metric(engine, series)
         spec = METRICS.get(split_series(series)[0])
