@@ -8,8 +8,8 @@ RATE_KEPT: Final = 0.95  # of what is known of the speed, at each write: the las
 
 
 class WriteRate:
-    """Estimates how fast a tier writes, all its threads together: bytes written, over the time in which any write
-    ran."""
+    """Estimates how fast a tier writes, all its threads together: bytes written, over the time in
+    which any write ran."""
 
     def __init__(self, assumed_bytes_s: float) -> None:
         # Both sums fade alike, so that large writes weigh more.

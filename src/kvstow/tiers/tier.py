@@ -1,7 +1,8 @@
-"""One lower tier: a store, the threads that its calls block on, and what the owner's thread knows of both.
+"""One lower tier: a store, the threads that its calls block on, and what the owner's thread knows
+of both.
 
-Owner's thread only, but for the functions that are handed to the executor: they touch the store and leased
-buffers, nothing else. Nothing here waits.
+Owner's thread only, but for the functions that are handed to the executor: they touch the store and
+leased buffers, nothing else. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ T = TypeVar("T")
 
 
 class Tier:
-    """``store`` behind a breaker, with bounded work in flight. Close it to close the store and the executor."""
+    """``store`` behind a breaker, with bounded work in flight.
+
+    Close it to close the store and the executor.
+    """
 
     def __init__(
         self,
@@ -75,7 +79,7 @@ class Tier:
         self._progress_s = clock.monotonic()
         self._look_for_hung_s = self._progress_s
 
-    # --- health ---------------------------------------------------------------------------------------------------
+    # --- health -----------------------------------------------------------------------------------
 
     @property
     def state(self) -> BreakerState:
@@ -93,7 +97,8 @@ class Tier:
         return self._health.writable
 
     def busy(self) -> bool:
-        """Whether calls are outstanding and any ended, or was asked for, within ``work_deadline_s``."""
+        """Whether calls are outstanding and any ended, or was asked for, within
+        ``work_deadline_s``."""
         waited_s = self._clock.monotonic() - self._progress_s
         return len(self._calls) > self._hung_aside and waited_s < self.limits.work_deadline_s
 
@@ -135,10 +140,13 @@ class Tier:
         self._hung_aside = min(hung, hung_aside)
         self._health.hung_calls = hung - self._hung_aside
 
-    # --- what it holds, as far as is known ---------------------------------------------------------------------
+    # --- what it holds, as far as is known --------------------------------------------------------
 
     def holds(self, key: ChunkKey) -> bool:
-        """Whether ``key`` was written to the store, or found there, and not missed since. Asks nothing."""
+        """Whether ``key`` was written to the store, or found there, and not missed since.
+
+        Asks nothing.
+        """
         return key in self._known
 
     def _learn(self, key: ChunkKey, held: bool) -> None:
@@ -150,10 +158,13 @@ class Tier:
         if len(self._known) > self.limits.known_keys:
             self._known.popitem(last=False)
 
-    # --- calls ------------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def probe(self, keys: Sequence[ChunkKey], then: Callable[[list[bool]], None]) -> Call | None:
-        """Ask which of ``keys`` the store has; after a failure it has none. Returns None if the queue is full."""
+        """Ask which of ``keys`` the store has; after a failure it has none.
+
+        Returns None if the queue is full.
+        """
 
         def end(_: Call, found: list[bool] | None, error: BaseException | None) -> None:
             if found is None:
@@ -179,8 +190,9 @@ class Tier:
     ) -> Call | None:
         """Fill the leased slots.
 
-        ``then`` hears for each key whether its slot holds its payload, checked, and whether exactly. The others are
-        misses; corrupt values are removed from the store. Returns None, and does nothing, if the queue is full.
+        ``then`` hears for each key whether its slot holds its payload, checked, and whether
+        exactly. The others are misses; corrupt values are removed from the store. Returns None, and
+        does nothing, if the queue is full.
         """
         size = sum(self._frame_bytes(key.group) for key, _ in items)
         keys = [key for key, _ in items]
@@ -226,10 +238,11 @@ class Tier:
             metrics.observe("load_size_bytes", size, tier=self.name)
 
     def write(self, key: ChunkKey, lease: Lease, then: Callable[[bool], None]) -> Call | None:
-        """Write the sealed, exact frame in the leased slot. ``then`` hears whether the store has the key now.
+        """Write the sealed, exact frame in the leased slot. ``then`` hears whether the store has
+        the key now.
 
-        Returns None, and ``then`` never runs, where the write is refused and counted: too much is queued, in bytes or
-        in seconds, or the tier is not to be written.
+        Returns None, and ``then`` never runs, where the write is refused and counted: too much is
+        queued, in bytes or in seconds, or the tier is not to be written.
         """
         size = self._frame_bytes(key.group)
         if not self.writable:

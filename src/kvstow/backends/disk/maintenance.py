@@ -1,4 +1,4 @@
-"""The background work of a disk store: scans, the scrub, clearing up after dead processes, trials."""
+"""The background work of a disk store: scans, the scrub, trials, clearing up after the dead."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ logger = logging.getLogger("kvstow")
 class Maintenance:
     """Looks after the directories of a store, each on a thread of its own.
 
-    ``try_again`` tries a directory that is out of use, where that is due. It returns whether the directory can be read.
-    ``scrubs`` has one for each volume, or none at all.
+    ``try_again`` tries a directory that is out of use, where that is due. It returns whether the
+    directory can be read. ``scrubs`` has one for each volume, or none at all.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class Maintenance:
         self._logged: set[tuple[int, type[Exception], int | None]] = set()
 
     def start(self, executor: Executor) -> None:
-        """Work until ``stop`` is set, on threads of ``executor``, which needs one for each directory."""
+        """Work until ``stop`` is set, on threads of ``executor``, which needs one for each
+        directory."""
         for which in range(len(self._volumes)):
             executor.submit(partial(self._loop, which), lambda _value, _error: None)
 
@@ -138,7 +139,10 @@ class Maintenance:
 
 @dataclass(slots=True)
 class _Due:
-    """When a directory's work is due, on the monotonic clock. ``wanted_scan_s`` is for a scan that is wanted."""
+    """When a directory's work is due, on the monotonic clock.
+
+    ``wanted_scan_s`` is for a scan that is wanted.
+    """
 
     scan_s: float = 0.0
     wanted_scan_s: float = 0.0

@@ -11,7 +11,8 @@ from kvstow.runtime import ThreadExecutor
 
 
 def check(section: DiskSettings, frame_bytes: int) -> None:
-    """Refuses a disk tier without a size, and one too small for ``MIN_CHUNKS`` chunks in each directory."""
+    """Refuses a disk tier without a size, and one too small for ``MIN_CHUNKS`` chunks in each
+    directory."""
     paths = section.paths or ()
     if section.size is None:
         raise SettingsError(

@@ -1,4 +1,5 @@
-"""Namespaces that differ from one's own only in where block hashes begin: neither ever finds what is in the other."""
+"""Namespaces that differ from one's own only in where block hashes begin: neither ever finds what
+is in the other."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ _OF_EACH: Final = {"namespace", "parent", "created"}
 def rivals(
     mount: MountedDirectory, own: Mapping[str, object], root: str, now_s: float
 ) -> dict[str, str]:
-    """Names of such namespaces that hold chunks or may soon, and where their hashes begin; one for all inside it.
-    ``own`` describes one's own; of its fields the one that says ``root`` is the one that differs."""
+    """Names of such namespaces that hold chunks or may soon, and where their hashes begin; one for
+    all inside it. ``own`` describes one's own; of its fields the one that says ``root`` is the one
+    that differs."""
     found: dict[str, str] = {}
     for name in namespaces(mount.root):
         other = read_namespace_json(mount.root, name)

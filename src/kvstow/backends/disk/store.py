@@ -37,12 +37,14 @@ SHOWN_DIGITS: Final = 16  # of a namespace
 class DiskOptions:
     """How a disk store uses its directories.
 
-    ``size_bytes`` is the most that all directories hold together, each an even part of it, whoever writes there: other
-    processes, earlier ones, other models. ``min_free_bytes`` stays free on each directory's filesystem.
+    ``size_bytes`` is the most that all directories hold together, each an even part of it, whoever
+    writes there: other processes, earlier ones, other models. ``min_free_bytes`` stays free on each
+    directory's filesystem.
 
-    ``volume`` pins all chunks to one directory, by its place in the list; None: a chunk's digest chooses.
-    ``scrub_bytes_s`` is what the scrub reads each second; 0: no scrub. ``direct`` allows direct I/O. ``threads`` is the
-    most calls that come at a time, of which a directory among several takes half at most; None: no limit.
+    ``volume`` pins all chunks to one directory, by its place in the list; None: a chunk's digest
+    chooses. ``scrub_bytes_s`` is what the scrub reads each second; 0: no scrub. ``direct`` allows
+    direct I/O. ``threads`` is the most calls that come at a time, of which a directory among
+    several takes half at most; None: no limit.
     """
 
     size_bytes: int
@@ -55,14 +57,17 @@ class DiskOptions:
 
 
 class DiskStore:
-    """A ``Store`` of files. What is published survives this process; a crash of the machine may lose the newest.
+    """A ``Store`` of files. What is published survives this process; a crash of the machine may
+    lose the newest.
 
-    Nothing is synced: a lost chunk is a miss, and a checksum finds one that was half written. Several processes may
-    share a directory, and each finds what the others wrote. A directory that fails or hangs while others work costs its
-    own chunks only: they are misses and are not written until it works again.
+    Nothing is synced: a lost chunk is a miss, and a checksum finds one that was half written.
+    Several processes may share a directory, and each finds what the others wrote. A directory that
+    fails or hangs while others work costs its own chunks only: they are misses and are not written
+    until it works again.
 
-    ``order`` makes the eviction order of a directory, ``describe`` the fields of a ``namespace.json``. ``check`` is the
-    scrub's. The constructor opens the directories and raises what that raises.
+    ``order`` makes the eviction order of a directory, ``describe`` the fields of a
+    ``namespace.json``. ``check`` is the scrub's. The constructor opens the directories and raises
+    what that raises.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class DiskStore:
         for volume in self._volumes:
             volume.access.attach()
 
-    # --- the contract ---------------------------------------------------------------------------------------------
+    # --- the contract -----------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return [self._call(key, FaultKind.READ, DiskVolume.contains, False) for key in keys]
@@ -138,14 +143,15 @@ class DiskStore:
         for volume in self._volumes:
             volume.access.close()
 
-    # --- beyond it ------------------------------------------------------------------------------------------------
+    # --- beyond it --------------------------------------------------------------------------------
 
     def introduce(self, namespace: bytes, root: str) -> None:
-        """Say in each directory that an engine uses a namespace, whose block hashes begin with ``root``.
+        """Say in each directory that an engine uses a namespace, whose block hashes begin with
+        ``root``.
 
-        Raises ``UnsupportedError`` where one is there that differs in that alone: neither would ever find what the
-        other stored. Of two engines that start at once one sees the other, or each does. A directory that fails is
-        passed over, with a warning.
+        Raises ``UnsupportedError`` where one is there that differs in that alone: neither would
+        ever find what the other stored. Of two engines that start at once one sees the other, or
+        each does. A directory that fails is passed over, with a warning.
         """
         working = [*self._spread]
         rivals = self._each(working, lambda volume: volume.rivals(namespace, root))
@@ -160,8 +166,9 @@ class DiskStore:
                 f"--path {shlex.quote(path)}" for path, other, _ in rivals if other == name
             )
             raise UnsupportedError(
-                f"the block hashes of engines that use {first} too begin with another root ({theirs}; here {root}): "
-                "nothing would be shared, or found again. Give PYTHONHASHSEED the same value on all of them, or on "
+                f"the block hashes of engines that use {first} too begin with another root "
+                f"({theirs}; here {root}): nothing would be shared, or found again. "
+                "Give PYTHONHASHSEED the same value on all of them, or on "
                 "none. If none of those runs any more, remove what they stored: "
                 f"kvstow disk clear {paths} --namespace {name[:SHOWN_DIGITS]}"
             )
@@ -185,14 +192,16 @@ class DiskStore:
         return found
 
     def set_aside(self, keys: Sequence[ChunkKey]) -> None:
-        """Move the files of corrupt values aside: each key is a miss from now on, and can be written again."""
+        """Move the files of corrupt values aside: each key is a miss from now on, and can be
+        written again."""
         for key in keys:
             self._call(key, FaultKind.WRITE, DiskVolume.set_aside, False, "corrupt")
             with self._lock:
                 self._found_corrupt.discard(key.digest())  # the caller counts it
 
     def report(self) -> StoreReport:
-        """Return what the scrub found, how maintenance fared, and which directories are out of use or hang."""
+        """Return what the scrub found, how maintenance fared, and which directories are out of use
+        or hang."""
         with self._lock:
             corrupt = len(self._found_corrupt)
             self._found_corrupt.clear()
@@ -207,12 +216,16 @@ class DiskStore:
 
     @property
     def used_bytes(self) -> int | None:
-        """What all directories hold, as all processes agree; None while it is not known, after a crash."""
+        """What all directories hold, as all processes agree; None while it is not known, after a
+        crash."""
         used = [volume.used_bytes for volume in self._volumes]
         return None if None in used else sum(filter(None, used))
 
     def scan(self, pause_s: float = 0.0) -> list[ScanResult | None]:
-        """Count, index and shrink every directory; see ``DiskVolume.scan``. Blocks; other calls go on meanwhile."""
+        """Count, index and shrink every directory; see ``DiskVolume.scan``.
+
+        Blocks; other calls go on meanwhile.
+        """
         return [volume.scan(self._maintenance.stop, pause_s) for volume in self._volumes]
 
     def _call(
@@ -224,8 +237,11 @@ class DiskStore:
         *arguments: P.args,
         **named: P.kwargs,
     ) -> R:
-        """Call a method of the volume that ``key`` belongs to. Returns ``otherwise`` where it is one of several and
-        does not work; ``kind`` is what a fault of this call is counted as."""
+        """Call a method of the volume that ``key`` belongs to.
+
+        Returns ``otherwise`` where it is one of several and does not work; ``kind`` is what a fault
+        of this call is counted as.
+        """
         digest = key.digest()
         if len(self._spread) == 1:
             return method(self._spread[0], key.namespace, digest, *arguments, **named)
@@ -262,10 +278,11 @@ class DiskStore:
 
         return set_aside
 
-    # --- background -----------------------------------------------------------------------------------------------
+    # --- background -------------------------------------------------------------------------------
 
     def start(self, executor: Executor) -> None:
-        """Scan, scrub and clear up until ``close``, on threads of ``executor``, which needs one for each directory."""
+        """Scan, scrub and clear up until ``close``, on threads of ``executor``, which needs one for
+        each directory."""
         self._maintenance.start(executor)
 
     def maintain(self) -> None:
@@ -274,7 +291,10 @@ class DiskStore:
             self._maintenance.run_once(which)
 
     def _try_again(self, which: int) -> bool:
-        """Try a directory that is out of use, if that is due. Returns whether it can be read; raises what fails."""
+        """Try a directory that is out of use, if that is due.
+
+        Returns whether it can be read; raises what fails.
+        """
         if self._spread is not self._volumes:
             return True
         volume = self._volumes[which]
