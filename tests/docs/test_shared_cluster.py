@@ -74,7 +74,9 @@ def documented(folder: Path, *more: str) -> Documented:
 def settings_for(topology: str, ports: dict[int, int]) -> Settings:
     """Those of the page, by their topology, with ports as they are here."""
     plain = [body for body in shown("yaml") if "rediss" not in body and "write_limit" not in body]
-    [body] = [body for body in plain if parse_text(body).redis.topology == topology]
+    [body] = [
+        body for body in plain if parse_text(body).section(RedisSettings).topology == topology
+    ]
     body = re.sub(r"kv-(\d):\d+", lambda match: f"{HOST}:{ports[int(match[1])]}", body)
     return parse_text(body)
 
@@ -180,9 +182,9 @@ def test_the_settings_with_tls_and_with_a_limit_are_settings() -> None:
     bodies = shown("yaml")
     assert len(bodies) == 5
     [limited] = [parse_text(body) for body in bodies if "write_limit" in body]
-    assert limited.redis.write_limit == 500_000_000
+    assert limited.section(RedisSettings).write_limit == 500_000_000
     [secured] = [parse_text(body) for body in bodies if "rediss" in body]
-    assert secured.redis.tls_ca == "/etc/kvstow/ca.pem"
+    assert secured.section(RedisSettings).tls_ca == "/etc/kvstow/ca.pem"
 
 
 def test_the_unit_file_starts_the_server_of_the_page() -> None:
