@@ -386,7 +386,7 @@ def test_several_are_counted_in_the_plural(kvstow: Kvstow, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("fits")
 def test_what_is_set_for_nothing_is_told_of(kvstow: Kvstow) -> None:
-    env = {"KVSTOW_MEMORY_SIZE": "3", "KVSTOW_DISK_SIZE": "1GB"}
+    env = {"KVSTOW_MEMORY_SIZE": "3B", "KVSTOW_DISK_SIZE": "1GB"}
     code, out, _ = kvstow("doctor", "--json", env=env)
     assert (code, rows(out)["sizes"]["status"], rows(out)["unused"]["status"]) == (
         0,

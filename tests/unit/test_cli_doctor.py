@@ -221,11 +221,11 @@ def test_a_pool_is_for_memory(
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"memory.size": "3"}, ["memory.size is 3B"]),
+        ({"memory.size": "3B"}, ["memory.size is 3B"]),
         ({"memory.size": "4MB", "disk.paths": "/a", "disk.size": "4MB"}, []),
         ({"disk.paths": "/a,/b", "disk.size": "7MB"}, ["disk.size is 3.5MB a path"]),
-        ({"disk.size": "3"}, []),
-        ({"disk.paths": "/a", "disk.size": "3"}, ["disk.size is 3B"]),
+        ({"disk.size": "3B"}, []),
+        ({"disk.paths": "/a", "disk.size": "3B"}, ["disk.size is 3B"]),
         ({"direct.engine": "file", "memory.size": "0"}, []),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstow.build import check_tiers as check_disk
 from kvstow.errors import SettingsError
-from kvstow.fields.kinds import OPTIONS, SECRET
+from kvstow.fields.kinds import OPTIONS, SECRET, SIZE
 from kvstow.fields.values import Options
 from kvstow.layout import MIN_CHUNKS
 from kvstow.settings import (
@@ -341,7 +341,9 @@ def test_o1_a_key_given_twice(yaml_file: dict[str, str]) -> None:
     assert "size is given twice in f, line 3" in refused("f")
     yaml_file["f"] = "memory: {size: 1GB}\nmemory.size: 2GB\n"
     assert "memory.size is given twice in f" in refused("f")
-    assert "memory.size is given twice" in refused(extra={"memory": {"size": 1}, "memory.size": 2})
+    assert "memory.size is given twice" in refused(
+        extra={"memory": {"size": "1GB"}, "memory.size": "2GB"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -742,7 +744,7 @@ def test_every_setting_is_described() -> None:
 def test_i2_a_disk_tier_without_a_limit_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"disk\.paths is set and disk\.size is not"):
         check_disk(parse(None, {"KVSTOW_DISK_PATHS": "/a"}).settings, 4 << 20)
-    check_disk(parse(None, {"KVSTOW_DISK_SIZE": "1"}).settings, 4 << 20)
+    check_disk(parse(None, {"KVSTOW_DISK_SIZE": "1B"}).settings, 4 << 20)
 
 
 def test_a_disk_tier_holds_some_chunks_in_each_directory() -> None:
@@ -761,3 +763,12 @@ def test_a_disk_tier_holds_some_chunks_in_each_directory() -> None:
 def test_wrong_paths_are_refused(wrong: object) -> None:
     with pytest.raises(SettingsError, match=r"disk\.paths"):
         parse(None, {}, {"disk.paths": wrong})
+
+
+@pytest.mark.parametrize("key", [leaf.key for leaf in leaves() if leaf.kind == SIZE])
+@pytest.mark.parametrize("plain", [20, "20", 0.5e3, "65535"])
+def test_a_size_without_a_unit_that_cannot_be_meant_is_refused(key: str, plain: object) -> None:
+    with pytest.raises(SettingsError, match=rf"{key}.*expected a unit.*{plain}GB\?"):
+        parse(None, {}, {key: plain})
+    for meant in ("20B", 65536, 0):
+        parse(None, {}, {key: meant})

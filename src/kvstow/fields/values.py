@@ -11,6 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 MAX_BYTES: Final = (1 << 63) - 1
+LEAST_PLAIN_BYTES: Final = 64 << 10  # no setting is useful below, and LMCache counts in GB
 MASK: Final = "****"
 
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -41,6 +42,18 @@ def parse_size(value: object) -> int:
     if size != int(size) or size > MAX_BYTES:
         raise ValueError("expected a whole number of bytes below 2^63")
     return int(size)
+
+
+def parse_setting_size(value: object) -> int:
+    """Returns the bytes of a setting, as ``parse_size``.
+
+    Raises ValueError for a plain number from 1 to ``LEAST_PLAIN_BYTES`` - 1: the user meant GB, as in LMCache.
+    """
+    size = parse_size(value)
+    plain = str(value).strip()
+    if 0 < size < LEAST_PLAIN_BYTES and not plain[-1].isalpha():
+        raise ValueError(f"expected a unit; a plain number is bytes. {plain}GB?")
+    return size
 
 
 def format_size(size: int) -> str:

@@ -30,7 +30,7 @@ from kvstow.fields.values import (
     parse_names,
     parse_options,
     parse_paths,
-    parse_size,
+    parse_setting_size,
 )
 from kvstow.settings.sections.direct import DirectSettings
 from kvstow.settings.sections.fetch import FetchSettings
@@ -143,7 +143,7 @@ class Leaf(NamedTuple):
         if isinstance(raw, str) and not raw.strip():
             raise ValueError("it is empty")
         if self.kind == SIZE:
-            return parse_size(raw)
+            return parse_setting_size(raw)
         if self.kind == PATHS:
             return parse_paths(raw)
         if self.kind == NAMES:

@@ -188,7 +188,7 @@ def test_o2_every_setting_reaches_the_store(tmp_path: Path) -> None:
         ({"tls_ca": "/nowhere"}, r"redis\.tls_ca is set and redis\.url isn't rediss"),
         ({"url": "rediss://h", "tls_key": "/nowhere"}, r"redis\.tls_key /nowhere can't be read"),
         ({"prefix": "a{b"}, r"redis\.prefix"),
-        ({"part_size": 1}, r"redis\.part_size 1B"),
+        ({"part_size": "1B"}, r"redis\.part_size 1B"),
         ({"part_size": "1GB"}, r"redis\.part_size 1GB"),
         ({"write_limit": 0}, r"redis\.write_limit is 0"),
     ],

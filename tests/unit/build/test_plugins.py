@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from kvstow.backends.descriptor import OpenContext
 from kvstow.build import plugins
 from kvstow.build.plugins import GROUP, plugin_names
 from kvstow.cache import Cache, Found
-from kvstow.errors import SettingsError
+from kvstow.cli.doctor import command
+from kvstow.errors import SettingsError, UnsupportedError
 from kvstow.metrics import Metrics
 from kvstow.pool.policy.lru import LRU
 from kvstow.pool.pool import HostPool
@@ -20,6 +22,7 @@ from kvstow.runtime import SystemClock, ThreadExecutor
 from kvstow.settings import Settings, parse
 from kvstow.tiers import Tier
 from tests.docs.pages import blocks
+from tests.rigs.tiers import open_tier
 from tests.unit.rig import FRAME_BYTES, LAYOUT, TOKENS, fill, hit, key, keys
 
 EXAMPLE = next(
@@ -182,3 +185,55 @@ def test_nor_are_those_inside_of_others(package: str, options: dict[str, Any]) -
 
 def test_o1_options_of_nobody_are_refused(package: str) -> None:
     assert "options for sqllite" in refused(stores=["sqlite"], options={"sqllite": {}})
+
+
+# --- a plug-in with a descriptor --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def described(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The documented descriptor, as it stands on the page."""
+    for module in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)  # another test's, from another directory
+    body = next(
+        b.body
+        for b in blocks("python")
+        if b.page.name == "write-a-store.md" and "BACKEND = Backend(" in b.body
+    )
+    text = body.replace("my_package", package)
+    (tmp_path / "site" / package / "described.py").write_text(text)
+    return f"sqlite={package}.described:BACKEND"
+
+
+def test_a_descriptor_brings_settings_codec_and_checks(described: str, tmp_path: Path) -> None:
+    options = {"path": str(tmp_path / "chunks.db"), "codec": "lossless"}
+    [plugin] = build.resolve_plugins(settings(stores=[described], options={"sqlite": options}))
+    assert (plugin.name, plugin.codec, plugin.threads) == ("sqlite", "lossless", 2)
+    [check] = plugin.backend.checks(plugin.section, SystemClock(), None)
+    [result] = check.run()
+    assert result.found == f"{options['path']} is the database"
+    assert [check.name for check in command._tiers(settings(stores=[described]))] == ["plug-ins"]
+
+
+def test_a_descriptors_hash_root_is_compared(described: str, tmp_path: Path) -> None:
+    given = settings(stores=[described], options={"sqlite": {"path": str(tmp_path / "chunks.db")}})
+    one = open_tier(given, LAYOUT, root=("model", "seed 0"))
+    with pytest.raises(
+        UnsupportedError, match=r"tier sqlite: .*another root \(seed 0; here seed 1"
+    ):
+        open_tier(given, LAYOUT, root=("model", "seed 1"))
+    assert one.close(5.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pth": "/x"}, r"unknown setting pth in plugins\.options\.sqlite; did you mean path\?"),
+        ({"threads": "many"}, "expected integer"),
+    ],
+)
+def test_o1_wrong_options_of_a_descriptor_are_refused(
+    described: str, options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(SettingsError, match=said):
+        build.resolve_plugins(settings(stores=[described], options={"sqlite": options}))
