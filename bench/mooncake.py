@@ -53,13 +53,13 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
         return {"mooncake": {"skipped": why}}
     quiet()
     from kvstow.backends.mooncake.connect import connect
-    from kvstow.backends.mooncake.options import MooncakeOptions
+    from kvstow.backends.mooncake.settings import MooncakeSettings
     from kvstow.backends.mooncake.store import MooncakeStore
 
     with tempfile.TemporaryDirectory() as folder:
         server = MooncakeServer(Path(folder), 4 * ROUND_BYTES).start()
         try:
-            options = MooncakeOptions(server.master)
+            options = MooncakeSettings(master=server.master)
             client, replicas = connect(options)
             store = MooncakeStore(options, SystemClock(), lambda: (client, replicas))
             found = compare(Alone(client), store, rounds)

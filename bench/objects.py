@@ -53,7 +53,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
     These are the least ratios of all sizes; the figures of each size are under ``mib_<n>``.
     """
     try:
-        from kvstow.backends.objects.options import ObjectsOptions, parse_url
+        from kvstow.backends.objects.settings import ObjectsSettings
         from kvstow.backends.objects.store import ObjectsStore
     except ModuleNotFoundError:
         return {"objects": {"skipped": "obstore isn't installed: pip install 'kvstow[objects]'"}}
@@ -63,7 +63,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
         store = ObjectsStore(
-            ObjectsOptions(parse_url(f"s3://{BUCKET}/tier"), endpoint=url), SystemClock()
+            ObjectsSettings(url=f"s3://{BUCKET}/tier", endpoint=url), SystemClock()
         )
         try:
             found = compare(Alone(store), store, rounds)

@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from kvstow.backends.mooncake.options import P2P, MooncakeOptions
+from kvstow.backends.mooncake.settings import P2P, MooncakeSettings
 from kvstow.settings.variables import set_defaults
 from tests.rigs.redis_server import free_port, until
 
@@ -52,7 +52,7 @@ def _loads(library: str) -> bool:
 
 def quiet() -> None:
     """Sets the variables that kvstow's own tier sets before it loads the client."""
-    set_defaults(MooncakeOptions("").variables())
+    set_defaults(MooncakeSettings().variables())
 
 
 class MooncakeServer:

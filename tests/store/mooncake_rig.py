@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstow.backends.mooncake.options import MooncakeOptions
+from kvstow.backends.mooncake.settings import MooncakeSettings
 from kvstow.runtime import SystemClock
 from tests.rigs.mooncake_server import missing, quiet
 
@@ -25,6 +25,6 @@ def open_store(master: str, *, clock: Any = None, **options: Any) -> Any:
     from kvstow.backends.mooncake.connect import connect
     from kvstow.backends.mooncake.store import MooncakeStore
 
-    options = {"prefix": f"t{os.urandom(6).hex()}/", "buffer_bytes": 32 << 20, **options}
-    own = MooncakeOptions(master, **options)
+    options = {"prefix": f"t{os.urandom(6).hex()}/", "buffer_size": 32 << 20, **options}
+    own = MooncakeSettings(master=master, **options)
     return MooncakeStore(own, clock or SystemClock(), lambda: connect(own))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvstow.backends.objects.options import ObjectsOptions, parse_url
+from kvstow.backends.objects.settings import ObjectsSettings
 from kvstow.runtime import SystemClock
 from tests.rigs.redis_server import free_port, until
 
@@ -33,14 +33,16 @@ def open_store(url: str, *, clock: Any = None, warn: Any = None, **options: Any)
     from kvstow.backends.objects.store import ObjectsStore
 
     options = {
-        "part_bytes": PART_BYTES,
+        "part_size": PART_BYTES,
         "timeout_s": 0.5,
         "connect_timeout_s": 0.3,
         "retries": 1,
         **options,
     }
+    for name in ("timeout", "connect_timeout"):
+        options[f"{name}_ms"] = round(options.pop(f"{name}_s") * 1e3)
     return ObjectsStore(
-        ObjectsOptions(parse_url(url), **options),
+        ObjectsSettings(url=url, **options),
         clock or SystemClock(),
         warn=warn or (lambda _: None),
     )

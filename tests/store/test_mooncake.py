@@ -8,11 +8,11 @@ import os
 import queue
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvstow.backends.base import REJECTED, Buffer, Done, Outcome, Store
 from kvstow.key import ChunkKey
@@ -175,7 +175,7 @@ def test_read_only_memory_is_copied(shared: Any) -> None:
 def test_what_one_engine_stored_another_finds(server: MooncakeServer, shared: Any) -> None:
     mine = another(shared)
     assert write_one(mine, make_key(0), b"hello") == Done(5)
-    other = open_store(server.master, prefix=mine._options.prefix, buffer_bytes=16 << 20)
+    other = open_store(server.master, prefix=mine._options.prefix, buffer_size=16 << 20)
     assert other.contains([make_key(0), make_key(1)]) == [True, False]
     assert read_one(other, make_key(0), 16) == (Done(5), b"hello")
     slot = memoryview(mmap.mmap(-1, 4096))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvstow.backends.base import MISSING, REJECTED, Done
-from kvstow.backends.objects.options import parse_url
+from kvstow.backends.objects.bucket import parse_url
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.testing.manual import ManualClock
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one

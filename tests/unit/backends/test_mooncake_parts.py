@@ -11,9 +11,8 @@ import pytest
 
 from kvstow import build
 from kvstow.backends.base import MISSING, REJECTED, Done
-from kvstow.backends.mooncake import MooncakeOptions
 from kvstow.backends.mooncake.names import NamesInUse
-from kvstow.backends.mooncake.open import check, mooncake_options
+from kvstow.backends.mooncake.open import check
 from kvstow.backends.mooncake.settings import MooncakeSettings
 from kvstow.backends.mooncake.store import MooncakeStore
 from kvstow.errors import SettingsError, StoreUnavailable
@@ -29,35 +28,6 @@ LAYOUT = build.chunk_layout(Settings(), 16, [8192])
 
 def settings(**own: Any) -> Settings:
     return parse(None, {}, {f"mooncake.{name}": value for name, value in own.items()}).settings
-
-
-def test_k6_every_setting_reaches_the_store() -> None:
-    own = settings(
-        master="h:50051",
-        metadata="http://h:8080/metadata",
-        protocol="rdma",
-        device="mlx5_0",
-        local_hostname="10.0.0.1",
-        segment_size="1GiB",
-        buffer_size="32MiB",
-        prefix="p/",
-        replicas=2,
-        timeout_ms=500,
-        connect_timeout_ms=3000,
-    )
-    assert mooncake_options(own.section(MooncakeSettings)) == MooncakeOptions(
-        "h:50051",
-        metadata="http://h:8080/metadata",
-        protocol="rdma",
-        device="mlx5_0",
-        local_hostname="10.0.0.1",
-        segment_bytes=1 << 30,
-        buffer_bytes=32 << 20,
-        prefix="p/",
-        replicas=2,
-        timeout_s=0.5,
-        connect_timeout_s=3.0,
-    )
 
 
 @pytest.mark.parametrize(
@@ -118,12 +88,14 @@ def test_h7_a_master_that_cannot_be_reached_does_not_hold_up_the_start(
 def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "7")
     monkeypatch.delenv("MC_RPC_CONNECT_TIMEOUT_MS", raising=False)
-    set_defaults(MooncakeOptions("h:1", timeout_s=1.5).variables())
+    set_defaults(MooncakeSettings(master="h:1", timeout_ms=1500).variables())
     assert (os.environ["MC_RPC_TIMEOUT_MS"], os.environ["MC_RPC_CONNECT_TIMEOUT_MS"]) == (
         "7",
         "1000",
     )
-    assert MooncakeOptions("h:1", timeout_s=1.5).variables()["MC_RPC_TIMEOUT_MS"] == "1500"
+    assert (
+        MooncakeSettings(master="h:1", timeout_ms=1500).variables()["MC_RPC_TIMEOUT_MS"] == "1500"
+    )
     monkeypatch.delenv("MC_RPC_CONNECT_TIMEOUT_MS")
 
 
@@ -171,7 +143,9 @@ class _Client:
 
 @pytest.mark.parametrize("code", [-1, -800, -900, -901])
 def test_k2_faults_of_the_client_are_unavailable(code: int) -> None:
-    store = MooncakeStore(MooncakeOptions("h:1"), ManualClock(), lambda: (_Client(code), None))
+    store = MooncakeStore(
+        MooncakeSettings(master="h:1"), ManualClock(), lambda: (_Client(code), None)
+    )
     one = ChunkKey.build(Namespace.from_fields({}), 0, b"x")
     for work in (
         lambda: store.contains([one]),
@@ -222,7 +196,9 @@ class _Steps:
 
 def put(client: _Steps, count: int = 2) -> Any:
     """Writes ``count`` values from one pool."""
-    store = MooncakeStore(MooncakeOptions("h:1", prefix=""), ManualClock(), lambda: (client, None))
+    store = MooncakeStore(
+        MooncakeSettings(master="h:1", prefix=""), ManualClock(), lambda: (client, None)
+    )
     pool = memoryview(mmap.mmap(-1, count * 4096))
     return store.write([(KEYS[i], [pool[i * 4096 : (i + 1) * 4096]]) for i in range(count)])
 
@@ -311,7 +287,7 @@ class _OnDisk:
 )
 def test_a_value_that_is_not_in_memory_is_read_all_the_same(length: int, outcome: Any) -> None:
     store = MooncakeStore(
-        MooncakeOptions("h:1", prefix=""), ManualClock(), lambda: (_OnDisk(length), None)
+        MooncakeSettings(master="h:1", prefix=""), ManualClock(), lambda: (_OnDisk(length), None)
     )
     pool = memoryview(mmap.mmap(-1, 8192))
     assert store.read([(KEYS[0], pool[:4096]), (KEYS[1], pool[4096:])]) == [outcome, MISSING]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvstow import build
-from kvstow.backends.objects import Bucket, ObjectsOptions, parse_url
-from kvstow.backends.objects.open import objects_options
+from kvstow.backends.objects.bucket import Bucket, parse_url
+from kvstow.backends.objects.open import check
 from kvstow.backends.objects.settings import ObjectsSettings
 from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey, Namespace
@@ -96,45 +96,14 @@ def test_b9_names_are_injective_and_made_of_digests() -> None:
 def test_plain_http_is_for_this_host_alone_unless_told(
     endpoint: str | None, allowed: bool, http: bool
 ) -> None:
-    assert (
-        ObjectsOptions(Bucket("s3", "b"), endpoint=endpoint, allow_http=allowed).allows_http is http
-    )
+    assert ObjectsSettings(url="s3://b", endpoint=endpoint, allow_http=allowed).allows_http is http
 
 
-def options(**settings: Any) -> ObjectsOptions:
+def options(**settings: Any) -> ObjectsSettings:
     values = {f"objects.{name}": value for name, value in {"url": "s3://b/p", **settings}.items()}
-    return objects_options(parse(None, {}, values).settings.section(ObjectsSettings))
-
-
-def test_k6_every_setting_reaches_the_store() -> None:
-    got = options(
-        endpoint="https://h:9000",
-        region="eu",
-        addressing="virtual",
-        profile="x",
-        anonymous=True,
-        allow_http=True,
-        part_size="2MiB",
-        parallel=3,
-        timeout_ms=500,
-        connect_timeout_ms=200,
-        retries=0,
-    )
-    assert got == ObjectsOptions(
-        Bucket("s3", "b", "p"),
-        endpoint="https://h:9000",
-        region="eu",
-        virtual_host=True,
-        profile="x",
-        anonymous=True,
-        allow_http=True,
-        part_bytes=2 << 20,
-        parallel=3,
-        timeout_s=0.5,
-        connect_timeout_s=0.2,
-        retries=0,
-    )
-    assert options(url="az://c", account="kv").account == "kv"
+    section = parse(None, {}, values).settings.section(ObjectsSettings)
+    check(section)
+    return section
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,9 @@ def test_every_policy_that_may_be_set_can_be_built() -> None:
     assert policy.accepts == " or ".join(POLICIES)
 
 
+OWN_SECTION = ("section", "options", "self._options", "self")  # in a backend's folder
+
+
 @pytest.mark.parametrize("key", [leaf.key for leaf in leaves()])
 def test_o2_every_setting_is_read_by_the_product(key: str) -> None:
     """By its attribute, beyond where settings are declared: one that is only parsed does nothing."""
@@ -138,11 +141,8 @@ def test_o2_every_setting_is_read_by_the_product(key: str) -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr == name:
                 of = ast.unparse(node.value)
-                if (
-                    "settings" in of
-                    or of == section
-                    or (of == "section" and path.parent.name == section)
-                ):
+                own = path.parent.name == section
+                if "settings" in of or of == section or (own and of in OWN_SECTION):
                     return
             if name == "codec" and isinstance(node, ast.Constant) and node.value == name:
                 return  # ``ConfiguredBackend.codec``

@@ -3,7 +3,3 @@
 Importing this package needs no client library; ``kvstow.backends.mooncake.connect`` needs
 Mooncake's.
 """
-
-from kvstow.backends.mooncake.options import P2P, MooncakeOptions
-
-__all__ = ["P2P", "MooncakeOptions"]

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from kvstow.backends.mooncake.options import MooncakeOptions
+from kvstow.backends.mooncake.settings import MooncakeSettings
 from kvstow.errors import StoreUnavailable
 
 logger = logging.getLogger("kvstow")
@@ -32,7 +32,7 @@ if not hasattr(MooncakeDistributedStore, "batch_put_session_start"):
     raise ImportError("it is older than 0.3.13.post1")
 
 
-def connect(options: MooncakeOptions) -> tuple[Any, Any]:
+def connect(options: MooncakeSettings) -> tuple[Any, Any]:
     """Returns a connected client, and the configuration of replicas for its writes.
 
     Raises ``StoreUnavailable``, after ``connect_timeout_s`` and a second at most.
@@ -43,7 +43,7 @@ def connect(options: MooncakeOptions) -> tuple[Any, Any]:
         raise StoreUnavailable(f"Mooncake's master {options.master}: {error}") from error
     _try_in_child(options)
     client = MooncakeDistributedStore()
-    code = client.setup(*_arguments(options, options.segment_bytes, options.buffer_bytes))
+    code = client.setup(*_arguments(options, options.segment_size, options.buffer_size))
     if code:
         raise StoreUnavailable(
             f"Mooncake's client can't start (code {code}): master {options.master}"
@@ -58,19 +58,19 @@ def connect(options: MooncakeOptions) -> tuple[Any, Any]:
     return client, replicas
 
 
-def _arguments(options: MooncakeOptions, segment_bytes: int, buffer_bytes: int) -> tuple[Any, ...]:
+def _arguments(options: MooncakeSettings, segment_bytes: int, buffer_bytes: int) -> tuple[Any, ...]:
     return (
         options.local_hostname,
         options.metadata,
         segment_bytes,
         buffer_bytes,
         options.protocol,
-        options.device,
+        options.device or "",
         options.master,
     )
 
 
-def _try_in_child(options: MooncakeOptions) -> None:
+def _try_in_child(options: MooncakeSettings) -> None:
     """Runs ``setup`` in a child process. Raises ``StoreUnavailable`` if it fails there."""
     command = [sys.executable, "-m", "kvstow.backends.mooncake.connect"]
     try:

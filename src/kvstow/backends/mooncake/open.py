@@ -6,7 +6,6 @@ from functools import partial
 from typing import Final
 
 from kvstow.backends.descriptor import OpenContext, OpenedStore
-from kvstow.backends.mooncake import MooncakeOptions
 from kvstow.backends.mooncake.settings import MooncakeSettings
 from kvstow.errors import SettingsError
 from kvstow.fields.values import format_size
@@ -16,7 +15,11 @@ INSTALL: Final = "pip install 'kvstow[mooncake]', and apt-get install libibverbs
 
 def check(section: MooncakeSettings, frame_bytes: int) -> None:
     """Refuses settings that can't be used. Raises ``SettingsError``."""
-    mooncake_options(section)
+    host, _, port = (section.master or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SettingsError("mooncake.master: expected host:port, such as master.internal:50051")
+    if section.device and section.protocol != "rdma":
+        raise SettingsError("mooncake.device is set, and mooncake.protocol isn't rdma")
     if section.buffer_size < frame_bytes:
         raise SettingsError(
             f"mooncake.buffer_size {format_size(section.buffer_size)} is less than a chunk: set it "
@@ -29,8 +32,7 @@ def open_store(section: MooncakeSettings, context: OpenContext) -> OpenedStore:
 
     Raises ``SettingsError`` when the settings can't be used, or the client can't be loaded.
     """
-    options = mooncake_options(section)
-    context.set_variables(options.variables())  # the client reads them when it is loaded
+    context.set_variables(section.variables())  # the client reads them when it is loaded
     try:
         from kvstow.backends.mooncake.connect import connect
         from kvstow.backends.mooncake.store import MooncakeStore
@@ -40,27 +42,5 @@ def open_store(section: MooncakeSettings, context: OpenContext) -> OpenedStore:
         raise SettingsError(
             f"mooncake.master is set, and its client can't be loaded ({error}): {INSTALL}"
         ) from error
-    store = MooncakeStore(options, context.clock, partial(connect, options))
-    return OpenedStore(store, f"Mooncake ({options.master})", name_of=options.name_of)
-
-
-def mooncake_options(section: MooncakeSettings) -> MooncakeOptions:
-    """Returns the store's options. Raises ``SettingsError``."""
-    host, _, port = (section.master or "").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise SettingsError("mooncake.master: expected host:port, such as master.internal:50051")
-    if section.device and section.protocol != "rdma":
-        raise SettingsError("mooncake.device is set, and mooncake.protocol isn't rdma")
-    return MooncakeOptions(
-        section.master or "",
-        metadata=section.metadata,
-        protocol=section.protocol,
-        device=section.device or "",
-        local_hostname=section.local_hostname,
-        segment_bytes=section.segment_size,
-        buffer_bytes=section.buffer_size,
-        prefix=section.prefix,
-        replicas=section.replicas,
-        timeout_s=section.timeout_ms / 1e3,
-        connect_timeout_s=section.connect_timeout_ms / 1e3,
-    )
+    store = MooncakeStore(section, context.clock, partial(connect, section))
+    return OpenedStore(store, f"Mooncake ({section.master})", name_of=section.name_of)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
 from kvstow.fields.codec import RAW, Codec
 from kvstow.fields.kinds import SIZE, Threads
+from kvstow.key import ChunkKey
 
+P2P: Final = "P2PHANDSHAKE"  # Mooncake's word for: without a metadata server
 DEFAULT_BUFFER_BYTES: Final = 64 << 20
 
 
@@ -27,7 +31,7 @@ class MooncakeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             description="Where clients find each other: `http://host:8080/metadata`, `etcd://host:2379`, or "
             "`P2PHANDSHAKE`, from each other. The same for all clients of a master.",
         ),
-    ] = "P2PHANDSHAKE"
+    ] = P2P
     protocol: Annotated[Literal["tcp", "rdma"], Meta(description="How bytes move.")] = "tcp"
     device: Annotated[
         str | None,
@@ -78,3 +82,34 @@ class MooncakeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 10_000
     codec: Codec = RAW
     threads: Threads = 4
+
+    @property
+    def timeout_s(self) -> float:
+        return self.timeout_ms / 1e3
+
+    @property
+    def connect_timeout_s(self) -> float:
+        return self.connect_timeout_ms / 1e3
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = (self.master or "").rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def variables(self) -> Mapping[str, str]:
+        """Returns environment variables that Mooncake's client reads when it is loaded.
+
+        Its own limits are 30 s for a question, 30 s for a transfer that stands still, and 90 s to
+        connect. It logs every step to standard error unless told otherwise.
+        """
+        return {
+            "MC_RPC_TIMEOUT_MS": str(round(self.timeout_s * 1e3)),
+            "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
+            "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(self.timeout_s)),
+            "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+            "MC_STORE_CLIENT_METRIC": "0",
+            "MC_LOG_LEVEL": "ERROR",
+        }
+
+    def name_of(self, key: ChunkKey) -> str:
+        return self.prefix + key.digest().hex()

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome
 from kvstow.backends.mooncake.memory import Place, RegisteredMemory
 from kvstow.backends.mooncake.names import NamesInUse
-from kvstow.backends.mooncake.options import MooncakeOptions
+from kvstow.backends.mooncake.settings import MooncakeSettings
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
@@ -66,7 +66,7 @@ class MooncakeStore:
     """
 
     def __init__(
-        self, options: MooncakeOptions, clock: Clock, connect: Callable[[], tuple[Any, Any]]
+        self, options: MooncakeSettings, clock: Clock, connect: Callable[[], tuple[Any, Any]]
     ) -> None:
         self._options = options
         self._clock = clock

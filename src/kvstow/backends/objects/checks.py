@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from kvstow.backends.objects.open import objects_options
+from kvstow.backends.objects.open import check
 from kvstow.backends.objects.settings import ObjectsSettings
 from kvstow.backends.result import MAX_FOUND, PlannedCheck, Result, failed, ok, warning
 from kvstow.errors import StoreError
@@ -23,7 +23,8 @@ def checks(
 
 def check_objects(section: ObjectsSettings, clock: Clock) -> Iterator[Result]:
     """Reads a little from the bucket, with the credentials that the tier would find."""
-    url, options = section.url, objects_options(section)
+    check(section)
+    url = section.url
     try:
         from kvstow.backends.objects.store import ObjectsStore
     except ModuleNotFoundError:
@@ -36,7 +37,7 @@ def check_objects(section: ObjectsSettings, clock: Clock) -> Iterator[Result]:
     told: list[str] = []
     began = clock.monotonic()
     try:
-        store = ObjectsStore(options, clock, warn=told.append)
+        store = ObjectsStore(section, clock, warn=told.append)
         store.ping()
         store.close()
     except (StoreError, OSError) as error:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
-from kvstow.backends.objects.options import ObjectsOptions
+from kvstow.backends.objects.settings import ObjectsSettings
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
 
 FIRST_BACKOFF: Final = timedelta(milliseconds=50)
@@ -52,7 +52,7 @@ _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _HOST: Final = re.compile(r"https?://([^/\s?]*)")
 
 
-def open_client(options: ObjectsOptions) -> Any:
+def open_client(options: ObjectsSettings) -> Any:
     """Returns obstore's client for ``options``, which has no connection yet.
 
     Raises ``StoreRefused`` when obstore can't use ``options``.
@@ -83,7 +83,7 @@ def open_client(options: ObjectsOptions) -> Any:
         raise StoreRefused(_description(error)) from None
 
 
-def _client_options(options: ObjectsOptions) -> dict[str, Any]:
+def _client_options(options: ObjectsSettings) -> dict[str, Any]:
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=options.timeout_s),
         "connect_timeout": timedelta(seconds=options.connect_timeout_s),
@@ -94,7 +94,7 @@ def _client_options(options: ObjectsOptions) -> dict[str, Any]:
     return client
 
 
-def _retries(options: ObjectsOptions) -> dict[str, Any]:
+def _retries(options: ObjectsSettings) -> dict[str, Any]:
     return {
         "max_retries": options.retries,
         "retry_timeout": timedelta(seconds=options.timeout_s),
@@ -102,14 +102,14 @@ def _retries(options: ObjectsOptions) -> dict[str, Any]:
     }
 
 
-def _s3(options: ObjectsOptions) -> dict[str, Any]:
+def _s3(options: ObjectsSettings) -> dict[str, Any]:
     """Returns the arguments of an S3 client.
 
     A payload is signed only without TLS: signing takes 1.2 s of a core for each GB, TLS protects
     the bytes as well, and a frame has a checksum of its own.
     """
     s3: dict[str, Any] = {
-        "virtual_hosted_style_request": options.virtual_host,
+        "virtual_hosted_style_request": options.addressing == "virtual",
         "disable_bulk_delete": True,  # deletes are rare and few; some compatible servers lack it
     }
     if options.endpoint is None or options.endpoint.startswith("https:"):

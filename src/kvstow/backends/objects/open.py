@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 from kvstow.backends.descriptor import OpenContext, OpenedStore
 from kvstow.backends.limits import TierLimits
-from kvstow.backends.objects import MAX_PART_BYTES, MIN_PART_BYTES, ObjectsOptions, parse_url
-from kvstow.backends.objects.options import LOOPBACK
+from kvstow.backends.objects.bucket import LOOPBACK, MAX_PART_BYTES, MIN_PART_BYTES
 from kvstow.backends.objects.settings import ObjectsSettings
 from kvstow.errors import SettingsError, StoreRefused
 from kvstow.fields.values import format_size
@@ -20,45 +19,10 @@ logger = logging.getLogger("kvstow")
 HUNG_MARGIN: Final = 2.5  # times a request's limit; a call ends by itself after twice that
 
 
-def check(section: ObjectsSettings, _frame_bytes: int) -> None:
+def check(section: ObjectsSettings, _frame_bytes: int = 0) -> None:
     """Refuses settings that can't be used. Raises ``SettingsError``."""
-    objects_options(section)
-
-
-def open_store(section: ObjectsSettings, context: OpenContext) -> OpenedStore:
-    """Makes the store, which connects when it is first called.
-
-    Raises ``SettingsError`` when the settings can't be used, or obstore isn't installed.
-    """
-    options = objects_options(section)
     try:
-        from kvstow.backends.objects.store import ObjectsStore
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "obstore":
-            raise
-        raise SettingsError(
-            "objects.url is set, and obstore isn't installed: pip install 'kvstow[objects]'"
-        ) from error
-    url = section.url
-
-    def warn(text: str) -> None:
-        logger.warning("Object store %s: %s", url, text)
-
-    try:
-        store = ObjectsStore(options, context.clock, warn=warn)
-    except (StoreRefused, OSError) as error:
-        raise SettingsError(f"objects.url {url} can't be used: {error}") from error
-    limits = TierLimits(
-        read_batch_bytes=1,  # one chunk a call: the tier's threads read in parallel
-        hung_after_s=max(TierLimits().hung_after_s, HUNG_MARGIN * options.timeout_s),
-    )
-    return OpenedStore(store, f"Object store {url}", limits=limits, name_of=options.bucket.path_of)
-
-
-def objects_options(section: ObjectsSettings) -> ObjectsOptions:
-    """Returns the store's options. Raises ``SettingsError``."""
-    try:
-        bucket = parse_url(section.url or "")
+        bucket = section.bucket
     except ValueError as error:
         raise SettingsError(f"objects.url: {error}") from error
     if section.endpoint is not None:
@@ -74,22 +38,36 @@ def objects_options(section: ObjectsSettings) -> ObjectsOptions:
             raise SettingsError(
                 f"objects.{name} is set, and objects.url isn't {'s3://' if kind == 's3' else 'az://'}"
             )
-    return ObjectsOptions(
-        bucket,
-        endpoint=section.endpoint,
-        region=section.region,
-        virtual_host=section.addressing == "virtual",
-        profile=section.profile,
-        account=section.account,
-        anonymous=section.anonymous,
-        allow_http=section.allow_http,
-        ca_file=section.ca_file,
-        part_bytes=section.part_size,
-        parallel=section.parallel,
-        timeout_s=section.timeout_ms / 1e3,
-        connect_timeout_s=section.connect_timeout_ms / 1e3,
-        retries=section.retries,
+
+
+def open_store(section: ObjectsSettings, context: OpenContext) -> OpenedStore:
+    """Makes the store, which connects when it is first called.
+
+    Raises ``SettingsError`` when the settings can't be used, or obstore isn't installed.
+    """
+    check(section)
+    try:
+        from kvstow.backends.objects.store import ObjectsStore
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "obstore":
+            raise
+        raise SettingsError(
+            "objects.url is set, and obstore isn't installed: pip install 'kvstow[objects]'"
+        ) from error
+    url = section.url
+
+    def warn(text: str) -> None:
+        logger.warning("Object store %s: %s", url, text)
+
+    try:
+        store = ObjectsStore(section, context.clock, warn=warn)
+    except (StoreRefused, OSError) as error:
+        raise SettingsError(f"objects.url {url} can't be used: {error}") from error
+    limits = TierLimits(
+        read_batch_bytes=1,  # one chunk a call: the tier's threads read in parallel
+        hung_after_s=max(TierLimits().hung_after_s, HUNG_MARGIN * section.timeout_s),
     )
+    return OpenedStore(store, f"Object store {url}", limits=limits, name_of=section.bucket.path_of)
 
 
 def _check_endpoint(endpoint: str, *, allow_http: bool) -> None:

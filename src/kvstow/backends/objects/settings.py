@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
+from kvstow.backends.objects.bucket import LOOPBACK, Bucket, parse_url
 from kvstow.fields.codec import RAW, Codec
 from kvstow.fields.kinds import SIZE, Threads
 
@@ -100,3 +102,22 @@ class ObjectsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 2
     codec: Codec = RAW
     threads: Threads = 16
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket that ``url`` names. Raises ValueError if it names none."""
+        return parse_url(self.url or "")
+
+    @property
+    def allows_http(self) -> bool:
+        """Whether bytes may go unencrypted: to this host always, elsewhere by ``allow_http``."""
+        host = urlsplit(self.endpoint).hostname if self.endpoint else None
+        return self.allow_http or host in LOOPBACK
+
+    @property
+    def timeout_s(self) -> float:
+        return self.timeout_ms / 1e3
+
+    @property
+    def connect_timeout_s(self) -> float:
+        return self.connect_timeout_ms / 1e3

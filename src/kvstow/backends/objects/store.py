@@ -23,7 +23,7 @@ from kvstow.backends.objects.clients import (
     open_client,
     status_of,
 )
-from kvstow.backends.objects.options import ObjectsOptions
+from kvstow.backends.objects.settings import ObjectsSettings
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
@@ -52,21 +52,26 @@ class ObjectsStore:
     """
 
     def __init__(
-        self, options: ObjectsOptions, clock: Clock, *, warn: Callable[[str], None] = lambda _: None
+        self,
+        options: ObjectsSettings,
+        clock: Clock,
+        *,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._options = options
+        self._bucket = options.bucket
         self._clock = clock
         self._warn = warn
         self._client = open_client(options)
         # obstore streams a file in pieces of 8 KiB: taking the bytes at once is five times as fast.
-        self._streams = options.bucket.kind != "file"
+        self._streams = self._bucket.kind != "file"
         self._lock = threading.Lock()
         self._conditional_writes = True
         self._call_limit_s = 2 * options.timeout_s
 
     def ping(self) -> None:
         """Raises ``StoreUnavailable`` or ``StoreRefused`` when the store can't be used now."""
-        prefix = self._options.bucket.prefix
+        prefix = self._bucket.prefix
         path = f"{prefix}/kvstow" if prefix else "kvstow"
         with _translated_errors():
             try:
@@ -76,22 +81,22 @@ class ObjectsStore:
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Sends one HEAD request for each key, at most ``parallel`` at the same time."""
-        paths = [self._options.bucket.path_of(key) for key in keys]
+        paths = [self._bucket.path_of(key) for key in keys]
         with _translated_errors():
             return self._run(self._concurrently(self._exists_async, paths))
 
     def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
-        path_of = self._options.bucket.path_of
+        path_of = self._bucket.path_of
         return [self._read(path_of(key), buffer) for key, buffer in self._within_limit(items)]
 
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
-        path_of = self._options.bucket.path_of
+        path_of = self._bucket.path_of
         return [self._write(path_of(key), parts) for key, parts in self._within_limit(items)]
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         for key in self._within_limit(keys):
             with _translated_errors(), suppress(FileNotFoundError):
-                obstore.delete(self._client, self._options.bucket.path_of(key))
+                obstore.delete(self._client, self._bucket.path_of(key))
 
     def close(self) -> None:
         """Does nothing: obstore closes its connections when the client is garbage collected."""
@@ -150,7 +155,7 @@ class ObjectsStore:
     def _read(self, path: str, buffer: Buffer) -> Outcome:
         try:
             with _translated_errors():
-                if len(buffer) > self._options.part_bytes:
+                if len(buffer) > self._options.part_size:
                     return self._run(self._read_parts(path, buffer))
                 return self._read_whole(path, buffer)
         except StoreRefused as error:
@@ -185,7 +190,7 @@ class ObjectsStore:
 
         All parts are of the same version of the object.
         """
-        part_bytes = self._options.part_bytes
+        part_bytes = self._options.part_size
         first = await obstore.get_async(self._client, path, options={"range": (0, part_bytes)})
         length = int(first.meta["size"])
         if length > len(buffer):

@@ -1,4 +1,4 @@
-"""Options of an object store, and the parser of its URL."""
+"""A bucket, and the parser of its URL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ SCHEMES: Final[dict[str, Kind]] = {
     "az": "azure",
     "file": "file",
 }
-DEFAULT_PART_BYTES: Final = 8 << 20
 MIN_PART_BYTES: Final = 1 << 20
 MAX_PART_BYTES: Final = 1 << 30
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
@@ -49,52 +48,6 @@ class Bucket:
         digest = key.digest().hex()
         start = f"{self.prefix}/" if self.prefix else ""
         return f"{start}{key.namespace.hex()}/{digest[:2]}/{digest}.kv"
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectsOptions:
-    """The options of an ``ObjectsStore``.
-
-    No credentials are among them: obstore finds these where each cloud's tools do.
-
-    Attributes:
-        bucket: Where the objects are.
-        endpoint: URL of the store; None: the cloud's own.
-        region: Region of an S3 bucket; None: the environment says it.
-        virtual_host: Whether the bucket's name stands before the host's name, not in the path.
-        profile: Profile of the AWS tools' files; None: credentials from the usual places.
-        account: Azure's storage account; None: the environment says it.
-        anonymous: Whether requests go unsigned.
-        allow_http: Whether bytes may go unencrypted to other hosts than this one.
-        ca_file: File of an additional certificate authority; None: only the system's.
-        part_bytes: Longer objects are read in parts of this size.
-        parallel: Requests of one call at the same time.
-        timeout_s: Limit of one request, its bytes included. A call, its retries included, takes at
-            most twice that.
-        connect_timeout_s: Limit of connecting.
-        retries: How often a failed request is repeated.
-    """
-
-    bucket: Bucket
-    endpoint: str | None = None
-    region: str | None = None
-    virtual_host: bool = False
-    profile: str | None = None
-    account: str | None = None
-    anonymous: bool = False
-    allow_http: bool = False
-    ca_file: str | None = None
-    part_bytes: int = DEFAULT_PART_BYTES
-    parallel: int = 32
-    timeout_s: float = 4.0
-    connect_timeout_s: float = 1.0
-    retries: int = 2
-
-    @property
-    def allows_http(self) -> bool:
-        """Whether bytes may go unencrypted: to this host always, elsewhere by ``allow_http``."""
-        host = urlsplit(self.endpoint).hostname if self.endpoint else None
-        return self.allow_http or host in LOOPBACK
 
 
 def parse_url(url: str) -> Bucket:
