@@ -27,9 +27,10 @@ from kvstow.backends.objects.checks import check_objects
 from kvstow.backends.objects.settings import ObjectsSettings
 from kvstow.backends.redis.checks import check_redis
 from kvstow.backends.redis.settings import RedisSettings
+from kvstow.backends.result import Result, Status, failed, ok, warning
 from kvstow.cli import conflicts, main
 from kvstow.cli.doctor import command, host
-from kvstow.cli.doctor.result import CORRECT, Result, Status, failed, ok, warning
+from kvstow.cli.doctor.result import CORRECT
 from kvstow.errors import SettingsError
 from kvstow.fields.values import Secret
 from kvstow.pool import hostmem

@@ -11,10 +11,11 @@ import pytest
 
 from kvstow.backends.disk import stored
 from kvstow.backends.disk.filesystem import Filesystem, filesystem_of
+from kvstow.backends.result import Result, Status, ok
 from kvstow.cli.doctor import host, rbln, versions
 from kvstow.cli.doctor import settings as setting_checks
 from kvstow.cli.doctor.rbln import CommandResult, check_rds
-from kvstow.cli.doctor.result import Result, Status, bounded, ok
+from kvstow.cli.doctor.result import bounded
 from kvstow.cli.doctor.versions import Package, check_versions
 from kvstow.settings import MemorySettings, Settings, parse
 from kvstow.settings.machine import Holder, HostFacts

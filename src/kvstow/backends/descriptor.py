@@ -23,14 +23,6 @@ from kvstow.runtime import Clock
 S = TypeVar("S", bound=Struct)
 
 
-def _describe_nothing(_: bytes) -> Mapping[str, object]:
-    return {}
-
-
-def _set_nothing(_: Mapping[str, str]) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class HashRoot:
     """The start of this engine's chain of block hashes.
@@ -65,14 +57,10 @@ class OpenContext:
     clock: Clock
     engine_index: int = 0
     integrity_key: bytes | None = None
-    describe: Callable[[bytes], Mapping[str, object]] = _describe_nothing
+    describe: Callable[[bytes], Mapping[str, object]] = lambda _: {}
     namespace: bytes | None = None
     root: HashRoot | None = None
-    set_variables: Callable[[Mapping[str, str]], object] = _set_nothing
-
-
-def _key_digest(key: ChunkKey) -> str:
-    return key.digest().hex()
+    set_variables: Callable[[Mapping[str, str]], object] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +83,7 @@ class OpenedStore:
     retries: bool = False
     write_limit_bytes_s: int | None = None
     checks_root: bool = False
-    name_of: Callable[[ChunkKey], str] = _key_digest
-
-
-def _accept(_section: Any, _frame_bytes: int) -> None:
-    return None
-
-
-def _no_checks(_section: Any, _clock: Clock, _seed: str | None) -> Iterable[PlannedCheck]:
-    return ()
-
-
-def _pins_nothing(_section: Any) -> bool:
-    return False
+    name_of: Callable[[ChunkKey], str] = lambda key: key.digest().hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +108,9 @@ class Backend(Generic[S]):
     section: type[S]
     open: Callable[[S, OpenContext], OpenedStore]
     switch: str = ""
-    check: Callable[[S, int], None] = _accept
-    checks: Callable[[S, Clock, str | None], Iterable[PlannedCheck]] = _no_checks
-    pins_memory: Callable[[S], bool] = _pins_nothing
+    check: Callable[[S, int], None] = lambda _section, _frame_bytes: None
+    checks: Callable[[S, Clock, str | None], Iterable[PlannedCheck]] = lambda *_: ()
+    pins_memory: Callable[[S], bool] = lambda _section: False
 
     @property
     def switch_key(self) -> str:

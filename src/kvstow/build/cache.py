@@ -62,21 +62,6 @@ def fetch_deadline_s(settings: Settings) -> float | None:
     return None if settings.fetch.deadline_ms == "auto" else settings.fetch.deadline_ms / 1e3
 
 
-def adapter_executor() -> Executor:
-    """The thread that reads the files of LoRA adapters."""
-    return ThreadExecutor("adapters")
-
-
-def copy_executor() -> Executor:
-    """The one thread of a worker's device: copies end in the order in which they were asked for."""
-    return ThreadExecutor("copy")
-
-
-def touch_executor() -> Executor:
-    """A thread on which a CPU worker touches the pool for the first time, so that no copy has to."""
-    return ThreadExecutor("touch")
-
-
 def build_cache(
     settings: Settings,
     layout: ChunkLayout,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from kvstow.build.cache import fetch_deadline_s
 from kvstow.build.tiers import asked_for
@@ -12,7 +12,6 @@ from kvstow.cache import Cache
 from kvstow.direct.extents import Extents
 from kvstow.direct.file import FileMedia
 from kvstow.direct.geometry import DirectRef, Geometry, extent_bytes, slots_in
-from kvstow.direct.rds import RdsMedia, Staged
 from kvstow.direct.rds import load as load_rds
 from kvstow.direct.table import Table
 from kvstow.direct.volume import LOCK_TIMEOUT_S, device_bytes, open_extents, open_volume, paths_for
@@ -20,7 +19,7 @@ from kvstow.errors import SettingsError, UnsupportedError
 from kvstow.layout import MIN_CHUNKS, ChunkLayout
 from kvstow.metrics import Metrics
 from kvstow.pool.policy import POLICIES
-from kvstow.runtime import Clock, Executor, ThreadExecutor
+from kvstow.runtime import Clock, ThreadExecutor
 from kvstow.settings import Settings, format_size
 from kvstow.settings.sections.direct import FILE_STAGING_BYTES, RDS_STAGING_BYTES
 from kvstow.settings.sections.memory import MemorySettings
@@ -35,8 +34,6 @@ MAX_FILE_CHUNKS: Final = (
 )  # some 100 bytes of memory each, and a second a million to find them at the start
 DEFAULT_AREAS: Final = 4
 LEAST_AREAS: Final = 2  # one is copied while the other is written
-
-__all__ = ["build_direct", "check_direct", "direct_executor", "file_media", "load_rds", "rds_media"]
 
 
 def check_direct(settings: Settings) -> None:
@@ -197,15 +194,3 @@ def file_media(ref: DirectRef, shard: int) -> FileMedia:
     """A rank's. Raises ``UnsupportedError`` where its file isn't the one that the engine opened."""
     fd = open_extents(ref.paths[shard], ref.set_id, ref.geometry, shard)
     return FileMedia(fd, shard, ref.areas(shard), ref.geometry.extent_bytes[shard])
-
-
-def rds_media(
-    api: tuple[Any, Any], ref: DirectRef, shard: int, device: int, staged: Sequence[Staged]
-) -> RdsMedia:
-    """A rank's, over staging areas that are allocated already."""
-    return RdsMedia(api, device, shard, staged, ref.geometry.extent_bytes[shard])
-
-
-def direct_executor(ref: DirectRef) -> Executor:
-    """What a rank's reads and writes run on."""
-    return ThreadExecutor("direct", threads=ref.threads)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvstow.cli.conflicts import conflicts
-from kvstow.cli.output import PIPED_COLUMNS
+from kvstow.cli.output import print_table
 from kvstow.errors import SettingsError
 from kvstow.fields.kinds import OPTIONS, SECRET, SIZE
 from kvstow.fields.values import MASK, format_size
@@ -36,7 +36,12 @@ def config(context: typer.Context, file: FileOption = None, as_json: JsonOption 
     if context.invoked_subcommand is not None:
         return
     effective = load(file=file)
-    print(_as_json(effective)) if as_json else _print_table(effective)
+    if as_json:
+        print(_as_json(effective))
+    else:
+        rows = [(row.key, row.shown, row.source) for row in effective.describe()]
+        print_table(("setting", "value", "from"), rows, markup=False)
+        print("Sizes are per engine, all ranks together.")
     _refuse(effective)
 
 
@@ -119,17 +124,3 @@ def _as_json(effective: Effective) -> str:
         for r in effective.describe()
     }
     return json.dumps(rows, indent=2)
-
-
-def _print_table(effective: Effective) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("setting", "value", "from"):
-        table.add_column(heading, overflow="fold")
-    for row in effective.describe():
-        table.add_row(row.key, row.shown, row.source)
-    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
-    console.print(table)
-    console.print("Sizes are per engine, all ranks together.")

@@ -18,7 +18,7 @@ from kvstow.backends.disk import frame_check
 from kvstow.backends.disk.scan import NamespaceUsage
 from kvstow.backends.disk.settings import DiskSettings
 from kvstow.cli.data_directory import DataDirectory, DirectoryUsage, DirectoryView, EmptyDirectory
-from kvstow.cli.output import PIPED_COLUMNS, format_bytes
+from kvstow.cli.output import format_bytes, print_table
 from kvstow.errors import SettingsError, StoreError
 from kvstow.runtime import SystemClock
 from kvstow.settings import load
@@ -423,12 +423,5 @@ def _print_table(
     if not rows:
         _print_error("nothing to show")
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*(printable(str(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS, markup=False).print(table)
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    print_table(headings, cells, markup=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 PIPED_COLUMNS: Final = 10_000  # width of tables in pipes: a line each row, for grep
@@ -28,3 +29,20 @@ def prepare_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, markup: bool) -> None:
+    """Prints a table. In a pipe every row is one line.
+
+    With ``markup`` the cells hold rich's tags for colours.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else PIPED_COLUMNS
+    Console(width=width, markup=markup).print(table)

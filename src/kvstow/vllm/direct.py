@@ -16,9 +16,11 @@ from kvstow.device.base import Device, Finished, KVCache, KVSpec, Transfer
 from kvstow.direct.base import Extent, Media, Staging
 from kvstow.direct.geometry import DirectRef
 from kvstow.direct.pipeline import CopyEnd, Pipeline
+from kvstow.direct.rds import RdsMedia
+from kvstow.direct.rds import load as load_rds
 from kvstow.errors import FailurePolicyError, UnsupportedError
 from kvstow.layout import HEADER_BYTES, GroupPages, Place, Span
-from kvstow.runtime import Clock, Executor, SystemClock
+from kvstow.runtime import Clock, Executor, SystemClock, ThreadExecutor
 
 
 class _Mover:
@@ -146,7 +148,7 @@ def open_direct(inner: Device, ref: DirectRef, shard: int, kv_device: torch.devi
     if ref.engine == "rds":
         from kvstow.device.rbln.staging import DeviceStaging
 
-        api = build.load_rds()
+        api = load_rds()
         npu: Any = inner
         if kv_device.type != "rbln" or not hasattr(npu, "map_device_pool"):
             raise UnsupportedError(
@@ -155,7 +157,13 @@ def open_direct(inner: Device, ref: DirectRef, shard: int, kv_device: torch.devi
         payload_bytes = ref.geometry.extent_bytes[shard] - HEADER_BYTES
         pools = DeviceStaging(npu, kv_device, ref.areas(shard), payload_bytes)
         staging = pools
-        media = build.rds_media(api, ref, shard, kv_device.index or 0, pools.areas)
+        media = RdsMedia(
+            api,
+            kv_device.index or 0,
+            shard,
+            pools.areas,
+            ref.geometry.extent_bytes[shard],
+        )
     else:
         file = build.file_media(ref, shard)
         staging = file
@@ -165,7 +173,7 @@ def open_direct(inner: Device, ref: DirectRef, shard: int, kv_device: torch.devi
         inner,
         media,
         staging,
-        build.direct_executor(ref),
+        ThreadExecutor("direct", threads=ref.threads),
         SystemClock(),
         shard=shard,
         strict=ref.failure_policy == "raise",

@@ -22,7 +22,7 @@ from kvstow.layout import ChunkLayout, GroupPages
 from kvstow.metrics import Metrics
 from kvstow.pool.pool import PoolRef
 from kvstow.pool.slots import Slots
-from kvstow.runtime import Executor, SystemClock
+from kvstow.runtime import Executor, SystemClock, ThreadExecutor
 from kvstow.settings import Effective, Settings, load, load_lmcache, variable
 from kvstow.settings.variables import set_defaults
 from kvstow.tiers import Tier
@@ -102,10 +102,13 @@ def _settings(vllm_config: VllmConfig) -> Effective:
 
 
 def _make_device(vllm_config: VllmConfig, kind: str) -> Device:
+    copier = ThreadExecutor(
+        "copy"
+    )  # one thread: copies end in the order in which they were asked for
     if kind == "cpu":
         from kvstow.device.cpu import CpuDevice
 
-        return CpuDevice(build.copy_executor(), SystemClock(), toucher=build.touch_executor())
+        return CpuDevice(copier, SystemClock(), toucher=ThreadExecutor("touch"))
     if kind == "cuda":
         from vllm import _custom_ops
 
@@ -113,13 +116,11 @@ def _make_device(vllm_config: VllmConfig, kind: str) -> Device:
 
         # vLLM's own batched block copy, where it has one.
         batched = getattr(_custom_ops, "swap_blocks_batch", None)
-        return CudaDevice(build.copy_executor(), SystemClock(), batch_copy=batched)
+        return CudaDevice(copier, SystemClock(), batch_copy=batched)
     if kind == "rbln":
         from kvstow.device.rbln.device import RblnDevice
 
-        return RblnDevice(
-            build.copy_executor(), SystemClock(), block_axis=rbln_config.block_axis(vllm_config)
-        )
+        return RblnDevice(copier, SystemClock(), block_axis=rbln_config.block_axis(vllm_config))
     raise UnsupportedError(
         f"kvstow has no device for torch's {kind!r} tensors; it serves cpu, cuda and rbln"
     )
@@ -259,7 +260,7 @@ def scheduler_side(
         places, cache = _host_pool(parts) if settings.direct.engine is None else _direct(parts)
     _log_ready(layout, places, identity)
     transfer = _transfer(vllm_config)
-    readers = build.adapter_executor()
+    readers = ThreadExecutor("adapters")
     return SchedulerSide(
         cache,
         identity.namespace,

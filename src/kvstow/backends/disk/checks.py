@@ -29,22 +29,20 @@ SAMPLE_BYTES: Final = 64 << 20  # written and read; less where SAMPLE_S comes fi
 SAMPLE_S: Final = 2.0  # each way
 ROOM_FOR_SAMPLE: Final = 4 * SAMPLE_BYTES
 SLOW_BYTES_S: Final = 500e6  # a GPU computes many models' KV faster
-NETWORK: Final = frozenset(
-    (
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "ceph",
-        "lustre",
-        "beegfs",
-        "gpfs",
-        "9p",
-        "afs",
-        "ocfs2",
-        "gfs2",
-    )
-)
+NETWORK: Final = [
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "ceph",
+    "lustre",
+    "beegfs",
+    "gpfs",
+    "9p",
+    "afs",
+    "ocfs2",
+    "gfs2",
+]
 MEMORY: Final = frozenset(("tmpfs", "ramfs"))
 PATHS: Final = {"disk.size": "disk.paths", "direct.size": "direct.path"}
 LACKING: Final = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Final
@@ -12,21 +11,21 @@ import typer
 
 from kvstow import __version__
 from kvstow.backends.disk.checks import DISK_S, check_path
-from kvstow.backends.result import Check, PlannedCheck
-from kvstow.cli.conflicts import conflicts
-from kvstow.cli.doctor import host, rbln, versions
-from kvstow.cli.doctor import settings as setting_checks
-from kvstow.cli.doctor.result import (
-    CORRECT,
+from kvstow.backends.result import (
+    Check,
+    PlannedCheck,
     Result,
     Status,
-    bounded,
     failed,
     ok,
     unknown,
     warning,
 )
-from kvstow.cli.output import PIPED_COLUMNS
+from kvstow.cli.conflicts import conflicts
+from kvstow.cli.doctor import host, rbln, versions
+from kvstow.cli.doctor import settings as setting_checks
+from kvstow.cli.doctor.result import CORRECT, bounded
+from kvstow.cli.output import print_table
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
 from kvstow.settings import (
@@ -214,25 +213,19 @@ def _plugins(settings: Settings) -> Iterator[Result]:
 
 
 def _show(results: Sequence[Result]) -> None:
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "check", "found"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for result in results:
         colour = COLOURS[result.status]
         check, found, fix = (
             escape(printable(text)) for text in (result.check, result.found, result.fix)
         )
-        table.add_row(
-            f"[{colour}]{result.status}[/{colour}]", check, f"{found}\n→ {fix}" if fix else found
-        )
-    console = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
-    console.print(table)
+        status = f"[{colour}]{result.status}[/{colour}]"
+        rows.append((status, check, f"{found}\n→ {fix}" if fix else found))
+    print_table(("", "check", "found"), rows, markup=True)
     count = {status: sum(result.status is status for result in results) for status in Status}
-    console.print(", ".join(_counted(number, status) for status, number in count.items() if number))
+    print(", ".join(_counted(number, status) for status, number in count.items() if number))
 
 
 def _counted(number: int, status: Status) -> str:

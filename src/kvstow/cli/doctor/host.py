@@ -14,7 +14,7 @@ from typing import Final
 import psutil
 
 from kvstow.backends.disk.filesystem import filesystem_of
-from kvstow.cli.doctor.result import Result, failed, ok, unknown, warning
+from kvstow.backends.result import Result, failed, ok, unknown, warning
 from kvstow.errors import SettingsError
 from kvstow.pool.hostmem import HostMemory, PoolError
 from kvstow.settings import Settings, check_host, format_size

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from kvstow.cli.doctor.result import MAX_FOUND, Result, failed, ok, unknown, warning
+from kvstow.backends.result import MAX_FOUND, Result, failed, ok, unknown, warning
 
 UNIT: Final = "rebellions-rds-binding.service"
 SYSTEMD: Final = "/run/systemd/system"

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvstow.backends.result import MAX_FOUND, Check, Result, Status, failed, ok, unknown, warning
+from kvstow.backends.result import MAX_FOUND, Check, Result, failed, unknown
 from kvstow.errors import SettingsError
 from kvstow.runtime import run_within
 
 CORRECT: Final = "correct the setting in the file or variable that it is from, then run this again"
-
-__all__ = [
-    "CORRECT",
-    "MAX_FOUND",
-    "Check",
-    "Result",
-    "Status",
-    "bounded",
-    "failed",
-    "ok",
-    "unknown",
-    "warning",
-]
 
 
 def bounded(name: str, check: Check, limit_s: float) -> list[Result]:

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvstow.backends.disk.settings import DiskSettings
 from kvstow.backends.registry import BACKENDS
-from kvstow.cli.doctor.result import Result, warning
+from kvstow.backends.result import Result, warning
 from kvstow.layout import MIN_CHUNKS
 from kvstow.settings import Row, Settings, format_size
 

