@@ -29,9 +29,9 @@ from bench.over_client import (
 )
 from bench.report import command
 from kvstow import frame
-from kvstow.backends.redis import RedisOptions
-from kvstow.backends.redis.options import parse_address
+from kvstow.backends.redis.settings import RedisSettings
 from kvstow.backends.redis.store import RedisStore
+from kvstow.fields.values import Secret
 from kvstow.runtime import SystemClock, ThreadExecutor
 from tests.rigs.redis_server import RedisServer, program
 
@@ -116,7 +116,7 @@ def measure(server: RedisServer, mib: int, rounds: int) -> dict[str, float]:
 
 
 def _open(server: RedisServer) -> RedisStore:
-    return RedisStore(RedisOptions(parse_address(server.url)), SystemClock())
+    return RedisStore(RedisSettings(url=Secret(server.url)), SystemClock())
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:

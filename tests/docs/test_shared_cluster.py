@@ -17,7 +17,6 @@ pytest.importorskip("redis")
 import redis
 
 from kvstow.backends.base import Done
-from kvstow.backends.redis.open import redis_options
 from kvstow.backends.redis.settings import RedisSettings
 from kvstow.backends.redis.store import RedisStore
 from kvstow.runtime import SystemClock
@@ -90,7 +89,7 @@ def parse_text(body: str) -> Settings:
 
 def works(settings: Settings) -> None:
     """As the user that the page makes."""
-    store = RedisStore(redis_options(settings.section(RedisSettings)), SystemClock())
+    store = RedisStore(settings.section(RedisSettings), SystemClock())
     for i, size in enumerate((100, 1 << 20, LARGE)):
         assert write_one(store, make_key(i), value_of(i, size)) == Done(size)
         assert read_one(store, make_key(i), size)[1] == value_of(i, size)

@@ -11,10 +11,11 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvstow.backends.redis.options import RedisOptions, Tls, parse_address
+from kvstow.backends.redis.settings import RedisSettings
 from kvstow.backends.redis.store import RedisStore
+from kvstow.fields.values import Secret
 from kvstow.runtime import SystemClock
 from tests.rigs.redis_server import HOST, free_port
 
@@ -28,9 +29,25 @@ def open_store(
     """Opens a store with small parts. Unless a prefix is given it has one of its own, so stores on one server are
     apart."""
     options = {"prefix": f"t{os.urandom(6).hex()}:", "part_bytes": PART_BYTES, **options}
-    return RedisStore(
-        RedisOptions(parse_address(url, topology), topology, **options), clock or SystemClock()
-    )
+    options["part_size"] = options.pop("part_bytes")
+    if "ttl_s" in options:
+        options["ttl"] = options.pop("ttl_s")
+    for name in ("timeout", "connect_timeout"):
+        if f"{name}_s" in options:
+            options[f"{name}_ms"] = round(options.pop(f"{name}_s") * 1e3)
+    tls = options.pop("tls", None)
+    if tls is not None:
+        options |= {"tls_ca": tls.ca_file, "tls_cert": tls.cert_file, "tls_key": tls.key_file}
+    own = RedisSettings(url=Secret(url), topology=topology, **options)
+    return RedisStore(own, clock or SystemClock())
+
+
+class Tls(NamedTuple):
+    """Files of certificates, in PEM format."""
+
+    ca_file: str
+    cert_file: str
+    key_file: str
 
 
 def make_certificates(folder: Path, name: str = "own", days: int = 2) -> Tls:

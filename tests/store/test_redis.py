@@ -9,10 +9,9 @@ from urllib.parse import quote
 import pytest
 
 from kvstow.backends.base import Store
-from kvstow.backends.redis.options import Tls
 from kvstow.testing.store_suite import StoreSuite
 from tests.rigs.redis_server import RedisSentinel, RedisServer, start_cluster, stop_all
-from tests.store.redis_rig import TlsFront, make_certificates, open_store
+from tests.store.redis_rig import Tls, TlsFront, make_certificates, open_store
 
 USER, PASSWORD = "kv:stow@", "p@ss/w:rd?#%"
 

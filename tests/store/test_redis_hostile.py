@@ -19,18 +19,23 @@ from redis.connection import Connection
 from kvstow.backends.base import MISSING, REJECTED, Done
 from kvstow.backends.redis.about import about
 from kvstow.backends.redis.envelope import chunk_name
-from kvstow.backends.redis.open import redis_options
-from kvstow.backends.redis.options import RedisOptions, parse_address
 from kvstow.backends.redis.settings import RedisSettings
 from kvstow.backends.redis.store import Fullness, RedisStore
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
+from kvstow.fields.values import Secret
 from kvstow.metrics import Metrics
 from kvstow.runtime import SystemClock
 from kvstow.settings import parse
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
 from tests.rigs.redis_server import HOST, RedisServer, start_cluster, stop_all, until
 from tests.rigs.tiers import open_tier
-from tests.store.redis_rig import PART_BYTES, TlsFront, black_hole, make_certificates, open_store
+from tests.store.redis_rig import (
+    PART_BYTES,
+    TlsFront,
+    black_hole,
+    make_certificates,
+    open_store,
+)
 from tests.unit.rig import LAYOUT
 
 PREFIX = "kvstow:"
@@ -534,7 +539,7 @@ def test_k6_nobody_there_is_unavailable_at_start_and_later_and_shows_no_secret(
         for work in (
             lambda: tier._store.contains([make_key(0)]),
             lambda: write_one(tier._store, make_key(0), b"x"),
-            lambda: about(redis_options(settings.section(RedisSettings)), SystemClock()),
+            lambda: about(settings.section(RedisSettings), SystemClock()),
         ):
             with pytest.raises(StoreUnavailable) as caught:
                 work()
@@ -635,7 +640,7 @@ def test_k3_nodes_that_redirect_to_each_other_are_followed_so_often_and_no_longe
 
 
 def test_no_text_of_what_a_store_is_made_of_has_a_secret() -> None:
-    options = RedisOptions(parse_address(f"redis://u:{SECRET}@h"), sentinel_password=SECRET)
+    options = RedisSettings(url=Secret(f"redis://u:{SECRET}@h"), sentinel_password=Secret(SECRET))
     assert (
         SECRET
         not in f"{options!r} {options} {options.address!r} {RedisStore(options, SystemClock())!r}"

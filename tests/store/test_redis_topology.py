@@ -10,7 +10,6 @@ import pytest
 
 from kvstow.backends.base import MISSING, REJECTED, Done
 from kvstow.backends.redis.envelope import chunk_name
-from kvstow.backends.redis.options import Tls
 from kvstow.backends.redis.store import RedisStore
 from kvstow.key import ChunkKey
 from kvstow.testing.store_suite import make_key, read_one, value_of, write_one
@@ -22,7 +21,7 @@ from tests.rigs.redis_server import (
     start_cluster,
     stop_all,
 )
-from tests.store.redis_rig import PART_BYTES, TlsFront, make_certificates, open_store
+from tests.store.redis_rig import PART_BYTES, Tls, TlsFront, make_certificates, open_store
 
 PREFIX = "kvstow:"
 LARGE = 3 * PART_BYTES + 5

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstow import build
-from kvstow.backends.redis import Tls, parse_address
+from kvstow.backends.redis.address import Address, parse_address
 from kvstow.backends.redis.envelope import (
     ENVELOPE_BYTES,
     MAX_PARTS,
@@ -19,10 +18,10 @@ from kvstow.backends.redis.envelope import (
     cut,
     unpack,
 )
-from kvstow.backends.redis.open import redis_options
-from kvstow.backends.redis.options import Address, RedisOptions
+from kvstow.backends.redis.open import check
 from kvstow.backends.redis.settings import RedisSettings
 from kvstow.errors import SettingsError
+from kvstow.fields.values import Secret
 from kvstow.key import ChunkKey, Namespace
 from kvstow.metrics import Metrics
 from kvstow.settings import Settings, parse
@@ -102,7 +101,7 @@ def test_k3_wrong_urls_are_refused_and_say_why_without_the_password(
 def test_k3_no_text_of_the_options_has_the_password() -> None:
     address = parse_address(f"redis://u:{SECRET}@h")
     assert (
-        SECRET not in f"{address!r} {address} {RedisOptions(address, sentinel_password=SECRET)!r}"
+        SECRET not in f"{address!r} {address} {RedisSettings(sentinel_password=Secret(SECRET))!r}"
     )
 
 
@@ -149,35 +148,6 @@ def settings(**values: Any) -> Settings:
     return parse(None, {}, {"redis": {"url": f"redis://u:{SECRET}@h", **values}}).settings
 
 
-def test_o2_every_setting_reaches_the_store(tmp_path: Path) -> None:
-    pem = tmp_path / "x.pem"
-    pem.write_text("")
-    options = redis_options(
-        settings(
-            url=f"rediss://u:{SECRET}@h:1",
-            topology="sentinel",
-            sentinel_service="kv",
-            sentinel_username="su",
-            sentinel_password="sp",
-            tls_ca=str(pem),
-            tls_cert=str(pem),
-            tls_key=str(pem),
-            tls_check_hostname=False,
-            prefix="x:",
-            ttl=60,
-            part_size="1MiB",
-            timeout_ms=300,
-            connect_timeout_ms=200,
-        ).section(RedisSettings)
-    )
-    assert options.address == tcp(("h", 1), tls=True, who=("u", SECRET))
-    assert (options.topology, options.service) == ("sentinel", "kv")
-    assert (options.sentinel_username, options.sentinel_password) == ("su", "sp")
-    assert options.tls == Tls(str(pem), str(pem), str(pem), False)
-    assert (options.prefix, options.ttl_s, options.part_bytes) == ("x:", 60, 1 << 20)
-    assert (options.timeout_s, options.connect_timeout_s) == (0.3, 0.2)
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -195,7 +165,7 @@ def test_o2_every_setting_reaches_the_store(tmp_path: Path) -> None:
 )
 def test_k6_wrong_settings_are_refused_at_start(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says) as caught:
-        redis_options(settings(**wrong).section(RedisSettings))
+        check(settings(**wrong).section(RedisSettings))
     assert SECRET not in str(caught.value)
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import ResponseError
 
-from kvstow.backends.redis.options import RedisOptions
 from kvstow.backends.redis.session import FAULTS, Clients, Session, as_store_error
+from kvstow.backends.redis.settings import RedisSettings
 from kvstow.runtime import Clock
 
 
@@ -23,7 +23,7 @@ class About(NamedTuple):
     policy: str | None
 
 
-def about(options: RedisOptions, clock: Clock) -> About:
+def about(options: RedisSettings, clock: Clock) -> About:
     """Asks the server, or one node of a Cluster. Raises ``StoreUnavailable`` or ``StoreRefused``."""
     clients = Clients(options, clock)
     name = options.prefix.encode()

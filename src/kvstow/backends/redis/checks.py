@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstow.backends.redis.open import redis_options
+from kvstow.backends.redis.open import check
 from kvstow.backends.redis.settings import RedisSettings
 from kvstow.backends.result import PlannedCheck, Result, failed, ok, unknown, warning
 from kvstow.errors import StoreError
@@ -25,7 +25,7 @@ def checks(section: RedisSettings, clock: Clock, _hash_seed: str | None) -> Iter
 
 def check_redis(section: RedisSettings, clock: Clock) -> Iterator[Result]:
     """Checks the server at ``redis.url``. Results never show a password."""
-    options = redis_options(section)
+    check(section)
     try:
         from kvstow.backends.redis.about import about
     except ModuleNotFoundError:
@@ -34,18 +34,18 @@ def check_redis(section: RedisSettings, clock: Clock) -> Iterator[Result]:
         )
         return
     try:
-        server = about(options, clock)
+        server = about(section, clock)
     except StoreError as error:
         yield failed(
             "redis",
-            f"{options.address!r}: {error}",
+            f"{section.address!r}: {error}",
             "see that it runs, and that this host may connect; user and password are those in redis.url",
         )
         return
     yield ok(
         "redis", f"{server.product} {server.version}, answers in {server.round_trip_s * 1e3:.1f} ms"
     )
-    yield from _memory(server, expires=options.ttl_s is not None)
+    yield from _memory(server, expires=section.ttl is not None)
 
 
 def _memory(server: About, *, expires: bool) -> Iterator[Result]:

@@ -10,7 +10,7 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
-from kvstow.backends.redis.options import RedisOptions
+from kvstow.backends.redis.settings import RedisSettings
 
 # redis-py trusts the form of replies. These are what it raises when a reply has another form.
 MALFORMED_REPLY: Final = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
@@ -19,13 +19,13 @@ MALFORMED_REPLY: Final = (LookupError, TypeError, ValueError, AttributeError, Re
 class ServerClient:
     """A client of one server, or of the master that Sentinels name."""
 
-    def __init__(self, options: RedisOptions) -> None:
+    def __init__(self, options: RedisSettings) -> None:
         self._connected = False
         self._sentinels: list[redis.Redis] = []
         if options.topology == "sentinel":
             sentinel = _open_sentinels(options)
             self._sentinels = sentinel.sentinels
-            self._redis = sentinel.master_for(options.service)
+            self._redis = sentinel.master_for(options.sentinel_service)
         else:
             self._redis = _open_server(options)
 
@@ -51,7 +51,7 @@ class ServerClient:
 class ClusterClient:
     """A client of a Cluster."""
 
-    def __init__(self, options: RedisOptions) -> None:
+    def __init__(self, options: RedisSettings) -> None:
         self._arguments = _common_arguments(options) | _tls_arguments(options)
         self._first_nodes = [
             ClusterNode(host, port, redis_connection=redis.Redis(host, port, **self._arguments))
@@ -84,12 +84,12 @@ class ClusterClient:
 Client = ServerClient | ClusterClient
 
 
-def open_client(options: RedisOptions) -> Client:
+def open_client(options: RedisSettings) -> Client:
     """Makes a client for one thread at a time. It connects to nothing yet."""
     return ClusterClient(options) if options.topology == "cluster" else ServerClient(options)
 
 
-def _common_arguments(options: RedisOptions) -> dict[str, Any]:
+def _common_arguments(options: RedisSettings) -> dict[str, Any]:
     return {
         "username": options.address.username,
         "password": options.address.password,
@@ -102,20 +102,19 @@ def _common_arguments(options: RedisOptions) -> dict[str, Any]:
     }
 
 
-def _tls_arguments(options: RedisOptions) -> dict[str, Any]:
-    tls = options.tls
+def _tls_arguments(options: RedisSettings) -> dict[str, Any]:
     if not options.address.tls:
         return {}
     return {
         "ssl": True,
-        "ssl_ca_certs": tls.ca_file,
-        "ssl_certfile": tls.cert_file,
-        "ssl_keyfile": tls.key_file,
-        "ssl_check_hostname": tls.check_hostname,
+        "ssl_ca_certs": options.tls_ca,
+        "ssl_certfile": options.tls_cert,
+        "ssl_keyfile": options.tls_key,
+        "ssl_check_hostname": options.tls_check_hostname,
     }
 
 
-def _open_server(options: RedisOptions) -> redis.Redis:
+def _open_server(options: RedisSettings) -> redis.Redis:
     address = options.address
     common = _common_arguments(options)
     if address.path is not None:
@@ -124,9 +123,13 @@ def _open_server(options: RedisOptions) -> redis.Redis:
     return redis.Redis(host, port, db=address.db, **common, **_tls_arguments(options))
 
 
-def _open_sentinels(options: RedisOptions) -> Sentinel:
+def _open_sentinels(options: RedisSettings) -> Sentinel:
     common = _common_arguments(options) | _tls_arguments(options)
-    credentials = {"username": options.sentinel_username, "password": options.sentinel_password}
+    password = options.sentinel_password
+    credentials = {
+        "username": options.sentinel_username,
+        "password": password.reveal() if password else None,
+    }
     return _Sentinels(
         list(options.address.hosts),
         sentinel_kwargs=common | credentials,

@@ -19,7 +19,7 @@ from redis.exceptions import (
 )
 
 from kvstow.backends.redis.clients import MALFORMED_REPLY, Client, open_client
-from kvstow.backends.redis.options import RedisOptions
+from kvstow.backends.redis.settings import RedisSettings
 from kvstow.backends.redis.watchdog import Watchdog
 from kvstow.errors import StoreError, StoreRefused, StoreUnavailable
 from kvstow.runtime import Clock
@@ -86,7 +86,7 @@ def too_large(text: str) -> str:
 class Session:
     """A client that one call has borrowed. Every round trip ends within ``timeout_s`` of ``options``."""
 
-    def __init__(self, client: Client, watchdog: Watchdog, options: RedisOptions) -> None:
+    def __init__(self, client: Client, watchdog: Watchdog, options: RedisSettings) -> None:
         self._client = client
         self._watchdog = watchdog
         self._options = options
@@ -164,7 +164,7 @@ def malformed(found: object) -> redis.exceptions.InvalidResponse:
 class Clients:
     """Lends clients to calls, each to one call at a time. There are as many as calls ran at once."""
 
-    def __init__(self, options: RedisOptions, clock: Clock) -> None:
+    def __init__(self, options: RedisSettings, clock: Clock) -> None:
         self._options = options
         self._watchdog = Watchdog(clock, harmless=(*FAULTS, *MALFORMED_REPLY))
         self._lock = threading.Lock()

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
+from kvstow.backends.redis.address import Address, parse_address
 from kvstow.fields.codec import RAW, Codec
 from kvstow.fields.kinds import SECRET, SIZE, Threads
 from kvstow.fields.values import Secret
@@ -92,3 +93,16 @@ class RedisSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 1000
     codec: Codec = RAW
     threads: Threads = 4
+
+    @property
+    def address(self) -> Address:
+        """The address in ``url``. Raises ValueError, whose text never has a password."""
+        return parse_address(self.url.reveal() if self.url else "", self.topology)
+
+    @property
+    def timeout_s(self) -> float:
+        return self.timeout_ms / 1e3
+
+    @property
+    def connect_timeout_s(self) -> float:
+        return self.connect_timeout_ms / 1e3

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvstow.backends.base import MISSING, REJECTED, Buffer, Done, Outcome
+from kvstow.backends.redis.address import MIN_PART_BYTES
 from kvstow.backends.redis.envelope import (
     ENVELOPE_BYTES,
     MAX_PARTS,
@@ -22,7 +23,6 @@ from kvstow.backends.redis.envelope import (
     cut,
     unpack,
 )
-from kvstow.backends.redis.options import MIN_PART_BYTES, RedisOptions
 from kvstow.backends.redis.session import (
     FAULTS,
     Clients,
@@ -33,6 +33,7 @@ from kvstow.backends.redis.session import (
     as_store_error,
     too_large,
 )
+from kvstow.backends.redis.settings import RedisSettings
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.runtime import Clock
@@ -74,12 +75,12 @@ class Fullness:
 class RedisStore:
     """The store of the redis tier. It connects when it is first used, and again whenever a connection was lost."""
 
-    def __init__(self, options: RedisOptions, clock: Clock) -> None:
+    def __init__(self, options: RedisSettings, clock: Clock) -> None:
         self._options = options
         self._prefix = options.prefix.encode()
         self._clients = Clients(options, clock)
         self._fullness = Fullness(clock)
-        self._lifetime: Command = ("PX", options.ttl_s * 1000) if options.ttl_s else ()
+        self._lifetime: Command = ("PX", options.ttl * 1000) if options.ttl else ()
 
     def ping(self) -> None:
         """Raises ``StoreUnavailable`` or ``StoreRefused`` when the server can't be used now."""
@@ -211,7 +212,7 @@ class RedisStore:
         return Done(length) if stored else REJECTED
 
     def _envelope(self, length: int) -> Envelope:
-        part_bytes = self._options.part_bytes
+        part_bytes = self._options.part_size
         if length <= part_bytes:
             return Envelope(length)
         return Envelope(length, -(-length // part_bytes), os.urandom(WRITE_ID_BYTES))
@@ -237,7 +238,7 @@ class RedisStore:
         if session.run("EXISTS", name) == 1:
             return False
         names = envelope.part_names(name)
-        lengths = envelope.part_lengths(self._options.part_bytes)
+        lengths = envelope.part_lengths(self._options.part_size)
         start = 0
         for part, length in zip(names, lengths, strict=True):
             self._set(session, part, cut(spans, start, length), "PX", UNFINISHED_MS)
@@ -245,9 +246,9 @@ class RedisStore:
         if not self._set(session, name, [envelope.pack()], "NX", *self._lifetime):
             _unlink(names, session)
             return False
-        if self._options.ttl_s:
+        if self._options.ttl:
             lifetimes: list[Command] = [
-                ("PEXPIRE", part, self._options.ttl_s * 1000) for part in names
+                ("PEXPIRE", part, self._options.ttl * 1000) for part in names
             ]
         else:
             lifetimes = [("PERSIST", part) for part in names]

@@ -1,4 +1,4 @@
-"""The options of a Redis store, and the form of its URL."""
+"""The address in a Redis URL, and its parser."""
 
 from __future__ import annotations
 
@@ -11,19 +11,8 @@ Topology = Literal["single", "sentinel", "cluster"]
 SCHEMES: Final = ("redis", "rediss", "unix")
 REDIS_PORT: Final = 6379
 SENTINEL_PORT: Final = 26379
-DEFAULT_PART_BYTES: Final = 16 << 20
 MIN_PART_BYTES: Final = 64 << 10
 MAX_PART_BYTES: Final = 512_000_000  # a value, its envelope included, is below 512 MiB
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """Files in PEM format. Without ``ca_file`` the system's authorities are trusted."""
-
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-    check_hostname: bool = True
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -41,26 +30,6 @@ class Address:
         """Leaves the password out, so that no traceback or log shows it."""
         where = self.path or ",".join(f"{host}:{port}" for host, port in self.hosts)
         return f"{'rediss' if self.tls else 'redis'} {where} db {self.db}"
-
-
-@dataclass(frozen=True, slots=True)
-class RedisOptions:
-    """All options of a Redis store. ``ttl_s`` is None where chunks have no lifetime."""
-
-    address: Address
-    topology: Topology = "single"
-    service: str = "mymaster"  # the name of the master at the Sentinels
-    sentinel_username: str | None = None
-    sentinel_password: str | None = None
-    tls: Tls = Tls()
-    prefix: str = "kvstow:"
-    ttl_s: int | None = None
-    part_bytes: int = DEFAULT_PART_BYTES
-    timeout_s: float = 2.0
-    connect_timeout_s: float = 1.0
-
-    def __repr__(self) -> str:
-        return f"RedisOptions({self.address!r}, {self.topology})"
 
 
 def parse_address(url: str, topology: Topology = "single") -> Address:
