@@ -58,7 +58,7 @@ class Tier:
         key = self.key(chunk)
         [outcome] = self._store.read([(key, slot)])
         assert isinstance(outcome, Done)
-        frame.check(slot, outcome.length, key, self._group, checksum=outcome.checksum)
+        frame.check(slot, outcome.length, key, self._group)
 
     def delete(self, chunk: int) -> None:
         self._store.delete([self.key(chunk)])

@@ -113,13 +113,9 @@ class FrameHeader(NamedTuple):
 
 
 class PayloadChecksum:
-    """Digests of a payload whose bytes pass in order, in pieces of any size.
+    """Digests of a payload whose bytes pass in order, in pieces of any size."""
 
-    ``known`` is the payload's checksum if it was computed already.
-    """
-
-    def __init__(self, integrity_key: bytes | None = None, known: bytes | None = None) -> None:
-        self._known = known
+    def __init__(self, integrity_key: bytes | None = None) -> None:
         self._checksum = xxh3_128()
         self._mac = (
             None if integrity_key is None else blake3(key=_derive(integrity_key, _PAYLOAD_CONTEXT))
@@ -132,7 +128,7 @@ class PayloadChecksum:
 
     @property
     def checksum(self) -> bytes:
-        return self._known or self._checksum.digest()
+        return self._checksum.digest()
 
     @property
     def mac(self) -> bytes | None:
@@ -237,12 +233,10 @@ def check(
     *,
     integrity_key: bytes | None = None,
     coded: bool = False,
-    checksum: bytes | None = None,
 ) -> FrameHeader:
     """Verify that the first ``length`` bytes of ``frame`` are the whole raw frame of ``key``.
 
     With ``coded`` a frame of any codec passes too; it is never longer than the raw one.
-    ``checksum`` is the XXH3-128 of everything behind the header page, or None if it is not known.
 
     Raises FrameError for any other frame: short, long, damaged, of another key or layout, or forged
     if there is an ``integrity_key``. It ignores padding, which is never read, and the content of a
@@ -271,11 +265,9 @@ def check(
         raise FrameError(
             f"{header.raw_length} bytes of {header.tokens} tokens do not fit the group's layout"
         )
-    unpadded = header.payload_length == length - HEADER_BYTES
-    payload = PayloadChecksum(integrity_key, checksum if unpadded else None)
-    if integrity_key is not None or checksum is None or not unpadded:
-        for span in header.spans:
-            payload.update(frame[span.offset : span.offset + span.length])
+    payload = PayloadChecksum(integrity_key)
+    for span in header.spans:
+        payload.update(frame[span.offset : span.offset + span.length])
     verify(frame[:HEADER_BYTES], header, payload, integrity_key=integrity_key)
     return header
 

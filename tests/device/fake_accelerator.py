@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvstow.device.accelerator import copy_ranges
+from kvstow.device.accelerator import CudaAccelerator, copy_ranges
 from kvstow.device.segments import Arena, Segments
 
 
@@ -30,12 +30,13 @@ class FakeStream:
         self.queue.append((what, run))
 
 
-class FakeAccelerator:
+class FakeAccelerator(CudaAccelerator):
     """``deaf``: waits are logged but do nothing, as in code that forgot them."""
 
     device_type = "cpu"
 
     def __init__(self, seed: int = 0, *, fail_at: int | None = None, deaf: bool = False) -> None:
+        super().__init__()
         self.log: list[tuple[str, ...]] = []
         self.compute = FakeStream("compute")
         self.streams = [self.compute]

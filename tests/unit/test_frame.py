@@ -303,39 +303,3 @@ def test_a_frame_holds_64_shards_and_no_more() -> None:
         else:
             seal(frame, KEY, group, 1, b"", CREATED)
             assert len(check(frame, len(frame), KEY, group).spans) == shards
-
-
-# --- a checksum that is known already --------------------------------------------------------------------------------
-
-UNPADDED = GroupLayout(block_tokens=16, blocks_per_chunk=2, shard_block_bytes=(4096, 2048))
-
-
-def unpadded(integrity_key: bytes | None = None) -> memoryview:
-    frame = memoryview(bytearray(bytes(i % 251 for i in range(UNPADDED.frame_bytes))))
-    seal(frame, KEY, UNPADDED, 32, PARENT, CREATED, integrity_key=integrity_key)
-    return frame
-
-
-def test_a_checksum_of_the_bytes_as_they_came_is_taken_instead_of_computing_it() -> None:
-    frame = unpadded()
-    known = f.xxh3_128_digest(frame[HEADER_BYTES:])
-    assert check(frame, len(frame), KEY, UNPADDED, checksum=known).checksum == known
-    frame[-1] ^= 1
-    with pytest.raises(FrameError, match="payload checksum"):
-        check(frame, len(frame), KEY, UNPADDED, checksum=f.xxh3_128_digest(frame[HEADER_BYTES:]))
-
-
-def test_with_padding_or_a_key_a_known_checksum_is_not_enough() -> None:
-    padded = sealed()
-    check(padded, len(padded), KEY, GROUP, checksum=f.xxh3_128_digest(padded[HEADER_BYTES:]))
-    padded[HEADER_BYTES] ^= 1
-    with pytest.raises(FrameError, match="payload checksum"):
-        check(padded, len(padded), KEY, GROUP, checksum=f.xxh3_128_digest(padded[HEADER_BYTES:]))
-    keyed = unpadded(SECRET)
-    known = f.xxh3_128_digest(keyed[HEADER_BYTES:])
-    check(keyed, len(keyed), KEY, UNPADDED, checksum=known, integrity_key=SECRET)
-    with pytest.raises(FrameError, match="keyed"):
-        check(keyed, len(keyed), KEY, UNPADDED, checksum=known)
-    keyed[-1] ^= 1
-    with pytest.raises(FrameError, match=r"MAC|checksum"):
-        check(keyed, len(keyed), KEY, UNPADDED, checksum=known, integrity_key=SECRET)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
 from kvstow.key import ChunkKey
@@ -13,14 +13,9 @@ Buffer = memoryview  # writable or read-only, contiguous, format "B"
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The operation happened, whole; ``length`` bytes were read or written.
-
-    ``checksum``: of what was read, XXH3-128 of all behind the first 4,096 bytes, by a store that computes it as the
-    bytes come and are in the cache.
-    """
+    """The operation happened, whole; ``length`` bytes were read or written."""
 
     length: int
-    checksum: bytes | None = field(default=None, compare=False, repr=False)
 
 
 class Missing:

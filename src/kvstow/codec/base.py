@@ -35,11 +35,6 @@ class Codec(Protocol):
         """
         ...
 
-    @property
-    def error(self) -> str:
-        """The bound on a decoded number's error, in words."""
-        ...
-
     def check(self, shape: KVShape) -> None:
         """Raise ``UnsupportedError``, with the reason, unless the codec suits KV of this shape."""
         ...

@@ -33,8 +33,6 @@ from kvstow.codec.entropy import Packer
 from kvstow.codec.shape import DTYPES, Array, KVShape
 from kvstow.errors import FrameError
 
-MAX_PARAMETER_BYTES: Final = 16
-
 _HEAD: Final = struct.Struct("<4sHBB4s6I16sIQ")
 _MAGIC: Final = b"KVC1"
 _LENGTH: Final = struct.Struct("<I")

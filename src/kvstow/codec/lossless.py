@@ -53,7 +53,6 @@ class Lossless:
     name: Final = "lossless"
     kind: Final = Kind(1, 3)
     lossy: Final = False
-    error: Final = "none: bit-exact"
 
     def check(self, shape: KVShape) -> None:
         """Accept every type."""

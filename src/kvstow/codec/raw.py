@@ -16,7 +16,6 @@ class Raw:
     name: Final = "raw"
     kind: Final = Kind(0, 0)
     lossy: Final = False
-    error: Final = "none"
 
     def check(self, shape: KVShape) -> None:
         """Accept everything."""

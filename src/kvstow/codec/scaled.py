@@ -109,10 +109,9 @@ class Scaled:
 
     lossy: Final = True
 
-    def __init__(self, name: str, kind: Kind, error: str, method: Method) -> None:
+    def __init__(self, name: str, kind: Kind, method: Method) -> None:
         self.name: Final = name
         self.kind: Final = kind
-        self.error: Final = error
         self._method = method
 
     def check(self, shape: KVShape) -> None:
@@ -206,12 +205,7 @@ def int8() -> Scaled:
 
     The scale's rounding adds 1/128 of that.
     """
-    return Scaled(
-        "int8",
-        Kind(3, 2),
-        "0.4 % of the largest number of its token and head, and rounding",
-        _Int8(),
-    )
+    return Scaled("int8", Kind(3, 2), _Int8())
 
 
 def fp8() -> Scaled:
@@ -219,9 +213,4 @@ def fp8() -> Scaled:
 
     The largest scaled number is 224 or more.
     """
-    return Scaled(
-        "fp8",
-        Kind(2, 2),
-        "6.25 % of the number, or 1/229,000 of the largest of its layer's K or V",
-        _E4M3(),
-    )
+    return Scaled("fp8", Kind(2, 2), _E4M3())

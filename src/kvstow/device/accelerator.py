@@ -6,7 +6,7 @@ Not run on hardware yet.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -26,37 +26,43 @@ HOST_REGISTER_PORTABLE: Final = (
 )
 
 
-class Accelerator(Protocol):
-    """Streams, events and copies. A method raises ``RuntimeError`` when the accelerator fails."""
+class CudaAccelerator:
+    """Streams, events and copies. A method raises ``RuntimeError`` when the GPU fails.
 
-    device_type: str
+    ``batch_copy`` copies many ranges at once; None: each range is one ``copy_``.
+    """
+
+    device_type: str = "cuda"
+
+    def __init__(self, batch_copy: BatchCopy | None = None) -> None:
+        self._batch_copy = batch_copy
+        self._device = torch.device("cuda")
 
     def select_device(self, device: torch.device) -> None:
         """Directs all later calls to ``device``."""
-        ...
+        self._device = device
 
     def compute_stream(self) -> Stream:
         """Returns the caller's current stream, on which the engine's kernels run."""
-        ...
+        return torch.cuda.current_stream(self._device)
 
     def side_stream(self) -> Stream:
         """Returns a new stream."""
-        ...
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def record(self, stream: Stream) -> Event:
         """Returns an event that completes after everything queued on ``stream`` so far."""
-        ...
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Makes everything queued on ``stream`` later start after ``event``.
-
-        Does not block the caller.
-        """
-        ...
+        """Makes everything queued on ``stream`` later start after ``event``. Does not block."""
+        stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
         """Whether ``event`` is complete. Does not block."""
-        ...
+        return bool(event.query())
 
     def copy(
         self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
@@ -65,58 +71,6 @@ class Accelerator(Protocol):
 
         The pool's ranges are pinned; ``segments`` stay alive until they end.
         """
-        ...
-
-    def copy_blocking(
-        self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
-    ) -> None:
-        """Copies ranges that need not be pinned, and returns when done.
-
-        Called on the executor's thread.
-        """
-        ...
-
-    def pin(self, address: int, length: int) -> None:
-        """Pins host memory. Called on the executor's thread."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Undoes ``pin(address, ...)``."""
-        ...
-
-
-class CudaAccelerator:
-    """``Accelerator`` through torch's CUDA API."""
-
-    device_type = "cuda"
-
-    def __init__(self, batch_copy: BatchCopy | None = None) -> None:
-        self._batch_copy = batch_copy
-        self._device = torch.device("cuda")
-
-    def select_device(self, device: torch.device) -> None:
-        self._device = device
-
-    def compute_stream(self) -> Stream:
-        return torch.cuda.current_stream(self._device)
-
-    def side_stream(self) -> Stream:
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def record(self, stream: Stream) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        stream.wait_event(event)
-
-    def done(self, event: Event) -> bool:
-        return bool(event.query())
-
-    def copy(
-        self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
-    ) -> None:
         with torch.cuda.stream(stream):
             if self._batch_copy is None:
                 copy_ranges(segments, pool, arena, load=load, non_blocking=True)
@@ -130,11 +84,16 @@ class CudaAccelerator:
     def copy_blocking(
         self, stream: Stream, segments: Segments, pool: torch.Tensor, arena: Arena, *, load: bool
     ) -> None:
+        """Copies ranges that need not be pinned, and returns when done.
+
+        Called on the executor's thread.
+        """
         with torch.cuda.stream(stream):
             copy_ranges(segments, pool, arena, load=load, non_blocking=False)
             stream.synchronize()
 
     def pin(self, address: int, length: int) -> None:
+        """Pins host memory. Called on the executor's thread."""
         with torch.cuda.device(self._device):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(
@@ -142,6 +101,7 @@ class CudaAccelerator:
             )
 
     def unpin(self, address: int) -> None:
+        """Undoes ``pin(address, ...)``."""
         with torch.cuda.device(self._device):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(runtime.cudaHostUnregister(address))

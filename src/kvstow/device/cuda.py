@@ -23,7 +23,7 @@ from typing import Final
 
 import torch
 
-from kvstow.device.accelerator import Accelerator, BatchCopy, CudaAccelerator, Event, Stream
+from kvstow.device.accelerator import BatchCopy, CudaAccelerator, Event, Stream
 from kvstow.device.base import Finished, KVCache, KVSpec, Transfer
 from kvstow.device.plan import GroupPlan, Move, attach_groups, check
 from kvstow.device.segments import Arena, GroupAddresses, Segments
@@ -73,14 +73,14 @@ class CudaDevice:
         clock: Clock,
         *,
         batch_copy: BatchCopy | None = None,
-        accelerator: Accelerator | None = None,
+        accelerator: CudaAccelerator | None = None,
         pin_piece_bytes: int = PIN_PIECE_BYTES,
         max_in_flight: int = MAX_IN_FLIGHT,
         drain_timeout_s: float = DRAIN_TIMEOUT_S,
     ) -> None:
         self._executor = executor
         self._clock = clock
-        self._gpu: Accelerator = accelerator or CudaAccelerator(batch_copy)
+        self._gpu = accelerator or CudaAccelerator(batch_copy)
         self._piece_bytes = pin_piece_bytes
         self._max_in_flight = max_in_flight
         self._drain_timeout_s = drain_timeout_s

@@ -121,7 +121,6 @@ class FrameTransfers:
                 self._layout.groups[key.group],
                 integrity_key=self.integrity_key,
                 coded=True,
-                checksum=outcome.checksum,
             )
             if header.lossy and (coder is None or not coder.lossy):
                 return ReadResult(Got.MISS, Unusable.LOSSY, length)

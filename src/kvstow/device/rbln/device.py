@@ -22,7 +22,7 @@ import torch
 from kvstow.device.base import KVCache, KVSpec
 from kvstow.device.plan import GroupPlan, Move, attach_groups
 from kvstow.device.rbln.layouts import BlockAxis, recognise
-from kvstow.device.rbln.runtime import Runtime, TorchRbln
+from kvstow.device.rbln.runtime import TorchRbln
 from kvstow.device.tickets import FENCE_TIMEOUT_S, TicketDevice
 from kvstow.errors import CopyError, UnsupportedError
 from kvstow.layout import GroupPages
@@ -44,7 +44,7 @@ class RblnDevice(TicketDevice):
         clock: Clock,
         *,
         block_axis: BlockAxis = 0,
-        runtime: Runtime | None = None,
+        runtime: TorchRbln | None = None,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
         super().__init__(executor, clock, fence_timeout_s)

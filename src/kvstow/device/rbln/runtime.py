@@ -7,39 +7,16 @@ package of the vendor is imported.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from kvstow.errors import UnsupportedError
 
 
-class Runtime(Protocol):
-    """Orders copies against compute. A method raises ``RuntimeError`` when the device fails."""
-
-    def select_device(self, device: torch.device) -> None:
-        """Directs all later calls to ``device``."""
-        ...
-
-    def record(self) -> object:
-        """Marks the end of everything queued on the caller's stream, for ``copy_context``."""
-        ...
-
-    def copy_context(self, after: object) -> AbstractContextManager[object]:
-        """Returns a context for copies that start after the mark ``after``.
-
-        They have ended when the context exits, also by an exception. Called on the copy thread.
-        """
-        ...
-
-    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Queues copies between contiguous tensors of equal shapes and types."""
-        ...
-
-
 class TorchRbln:
-    """``Runtime`` through ``torch.rbln``.
+    """Orders copies against compute. A method raises ``RuntimeError`` when the device fails.
 
     With streams and events copies overlap compute. Without them ``record`` waits for the device.
     Raises ``UnsupportedError`` where torch has no usable ``torch.rbln``.
@@ -58,10 +35,12 @@ class TorchRbln:
         self._side: Any = None
 
     def select_device(self, device: torch.device) -> None:
+        """Directs all later calls to ``device``."""
         self._device = device
         self._side = self._module.Stream(device) if self._streams else None
 
     def record(self) -> object:
+        """Marks the end of everything queued on the caller's stream, for ``copy_context``."""
         if not self._streams:
             self._module.synchronize(self._device)
             return None
@@ -71,6 +50,10 @@ class TorchRbln:
 
     @contextmanager
     def copy_context(self, after: object) -> Iterator[None]:
+        """Encloses copies that start after the mark ``after``.
+
+        They have ended when the context exits, also by an exception. Called on the copy thread.
+        """
         with ExitStack() as stack:
             if hasattr(self._module, "device"):  # the current device is a thread's own
                 stack.enter_context(self._module.device(self._device))
@@ -85,4 +68,5 @@ class TorchRbln:
             yield
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Queues copies between contiguous tensors of equal shapes and types."""
         torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -5,10 +5,11 @@ Each area is bound, so that RDS can reach it, and is a device pool of one slot.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from kvstow.device.rbln.device import RblnDevice
 from kvstow.errors import UnsupportedError
 from kvstow.layout import HEADER_BYTES
 
@@ -42,12 +43,6 @@ class StagedArea(NamedTuple):
     payload: BoundArea
 
 
-class DevicePools(Protocol):
-    """A device that can copy to and from a pool in its own memory."""
-
-    def map_device_pool(self, pool: torch.Tensor, shard: int) -> None: ...
-
-
 class DeviceStaging:
     """``count`` staging areas on ``device``, each for one payload of at most ``payload_bytes``.
 
@@ -55,7 +50,7 @@ class DeviceStaging:
     """
 
     def __init__(
-        self, inner: DevicePools, device: torch.device, count: int, payload_bytes: int
+        self, inner: RblnDevice, device: torch.device, count: int, payload_bytes: int
     ) -> None:
         rbln: Any = getattr(torch, "rbln", None)
         self._inner = inner
