@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import (
+    Connection,
+    ConnectionPool,
+    PythonRespSerializer,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
@@ -14,6 +22,12 @@ from kvstow.backends.redis.settings import RedisSettings
 
 # redis-py trusts the form of replies. These are what it raises when a reply has another form.
 MALFORMED_REPLY: Final = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
+# redis-py takes hiredis, where it is installed, both to parse replies and to pack commands. Its
+# parser is several times faster than redis-py's own. Its packer copies each value twice, and
+# redis-py's own does not, so commands are always packed by redis-py.
+COPIED_BELOW_BYTES: Final = 6000  # redis-py's own number: larger values are sent without a copy
+PACKER: Final = PythonRespSerializer(COPIED_BELOW_BYTES, ConnectionPool().get_encoder().encode)
 
 
 class ServerClient:
@@ -52,11 +66,8 @@ class ClusterClient:
     """A client of a Cluster."""
 
     def __init__(self, options: RedisSettings) -> None:
-        self._arguments = _common_arguments(options) | _tls_arguments(options)
-        self._first_nodes = [
-            ClusterNode(host, port, redis_connection=redis.Redis(host, port, **self._arguments))
-            for host, port in options.address.hosts
-        ]
+        self._options = options
+        self._pools: list[weakref.ref[ConnectionPool]] = []
         self._cluster: RedisCluster | None = None
 
     @property
@@ -66,19 +77,31 @@ class ClusterClient:
     def connect(self) -> Any:
         """Asks the configured nodes for all others, once, and returns the ``RedisCluster``."""
         if self._cluster is None:
+            *nodes, (host, port) = self._options.address.hosts
+            # RedisCluster makes pools of a class of ours only if one of its nodes is a URL.
+            bracketed = f"[{host}]" if ":" in host else host
             self._cluster = RedisCluster(
-                startup_nodes=self._first_nodes, require_full_coverage=False, **self._arguments
+                url=f"redis://{bracketed}:{port}",
+                startup_nodes=[ClusterNode(*node) for node in nodes],
+                connection_pool_class=self._open_pool,
+                require_full_coverage=False,
+                **_common_arguments(self._options),
             )
         return self._cluster
 
+    def _open_pool(self, **arguments: Any) -> ConnectionPool:
+        """Makes the pool of one node. It is closed by ``disconnect`` for as long as it is used."""
+        pool = _open_pool(self._options, **arguments)
+        used = [known for known in self._pools if known() is not None]
+        self._pools = [*used, weakref.ref(pool)]
+        return pool
+
     def disconnect(self) -> None:
         """Closes all connections, also those that another thread is waiting on."""
-        nodes = list(self._first_nodes)
-        if self._cluster is not None:
-            nodes += self._cluster.get_nodes()
-        for node in nodes:
-            if node.redis_connection is not None:
-                node.redis_connection.connection_pool.disconnect()
+        for known in self._pools:
+            pool = known()
+            if pool is not None:
+                pool.disconnect()
 
 
 Client = ServerClient | ClusterClient
@@ -95,9 +118,8 @@ def _common_arguments(options: RedisSettings) -> dict[str, Any]:
         "password": options.address.password,
         "socket_timeout": options.timeout_s,
         "socket_connect_timeout": options.connect_timeout_s,
-        "retry": Retry(
-            NoBackoff(), 0
-        ),  # the tier retries, and its breaker decides when to ask again
+        # the tier retries, and its breaker decides when to ask again
+        "retry": Retry(NoBackoff(), 0),
         "protocol": 2,  # without push messages between replies
     }
 
@@ -106,7 +128,6 @@ def _tls_arguments(options: RedisSettings) -> dict[str, Any]:
     if not options.address.tls:
         return {}
     return {
-        "ssl": True,
         "ssl_ca_certs": options.tls_ca,
         "ssl_certfile": options.tls_cert,
         "ssl_keyfile": options.tls_key,
@@ -117,14 +138,32 @@ def _tls_arguments(options: RedisSettings) -> dict[str, Any]:
 def _open_server(options: RedisSettings) -> redis.Redis:
     address = options.address
     common = _common_arguments(options)
-    if address.path is not None:
-        return redis.Redis(unix_socket_path=address.path, db=address.db, **common)
-    [(host, port)] = address.hosts
-    return redis.Redis(host, port, db=address.db, **common, **_tls_arguments(options))
+    if address.path is None:
+        [(host, port)] = address.hosts
+        pool = _open_pool(options, host=host, port=port, db=address.db, **common)
+    else:
+        pool = ConnectionPool(
+            connection_class=UnixDomainSocketConnection,
+            command_packer=PACKER,
+            path=address.path,
+            db=address.db,
+            **common,
+        )
+    return redis.Redis(connection_pool=pool)
+
+
+def _open_pool(options: RedisSettings, **arguments: Any) -> ConnectionPool:
+    """Makes a pool of TCP or TLS connections."""
+    return ConnectionPool(
+        connection_class=SSLConnection if options.address.tls else Connection,
+        command_packer=PACKER,
+        **_tls_arguments(options),
+        **arguments,
+    )
 
 
 def _open_sentinels(options: RedisSettings) -> Sentinel:
-    common = _common_arguments(options) | _tls_arguments(options)
+    common = _common_arguments(options) | _tls_arguments(options) | {"ssl": options.address.tls}
     password = options.sentinel_password
     credentials = {
         "username": options.sentinel_username,
@@ -134,6 +173,7 @@ def _open_sentinels(options: RedisSettings) -> Sentinel:
         list(options.address.hosts),
         sentinel_kwargs=common | credentials,
         db=options.address.db,
+        command_packer=PACKER,
         **common,
     )
 

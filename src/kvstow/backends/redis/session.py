@@ -112,10 +112,9 @@ class Session:
         A reply is None where the name holds a value of another type, such as a list: not one of ours. Raises the
         first of any other errors, after all replies have been read.
         """
-        replies: list[Any] = []
-        for start in range(0, len(commands), COMMANDS_IN_FLIGHT):
-            replies += self._round_trip(commands[start : start + COMMANDS_IN_FLIGHT])
-        return replies
+        return [
+            None if isinstance(reply, ResponseError) else reply for reply in self._replies(commands)
+        ]
 
     def get_start(self, names: Sequence[bytes], sizes: Sequence[int]) -> list[bytes | None]:
         """Returns the first ``sizes`` bytes of each value. A missing value is empty; None as in ``run_all``.
@@ -125,10 +124,21 @@ class Session:
         commands = [
             ("GETRANGE", name, 0, size - 1) for name, size in zip(names, sizes, strict=True)
         ]
-        replies = self.run_all(commands)
-        for reply in replies:
-            if reply is not None and not isinstance(reply, bytes):
+        values: list[bytes | None] = []
+        for reply in self._replies(commands):
+            if isinstance(reply, ResponseError):
+                values.append(None)
+            elif isinstance(reply, bytes):
+                values.append(reply)
+            else:
                 raise malformed(reply)
+        return values
+
+    def _replies(self, commands: Sequence[Command]) -> list[Any]:
+        """Returns the replies in order. One may be the error WRONGTYPE; any other error is raised."""
+        replies: list[Any] = []
+        for start in range(0, len(commands), COMMANDS_IN_FLIGHT):
+            replies += self._round_trip(commands[start : start + COMMANDS_IN_FLIGHT])
         return replies
 
     def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
@@ -137,12 +147,9 @@ class Session:
             for command in commands:
                 pipeline.execute_command(*command)
             replies: list[Any] = pipeline.execute(raise_on_error=False)
-        for i, reply in enumerate(replies):
-            if not isinstance(reply, Exception):
-                continue
-            if not str(reply).startswith("WRONGTYPE"):
+        for reply in replies:
+            if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
                 raise reply
-            replies[i] = None
         return replies
 
     @contextmanager
