@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+from redis.connection import HiredisRespSerializer
+
 from kvstow.backends.redis.settings import RedisSettings
 from kvstow.backends.redis.store import RedisStore
 from kvstow.fields.values import Secret
@@ -48,6 +51,17 @@ class Tls(NamedTuple):
     ca_file: str
     cert_file: str
     key_file: str
+
+
+def forbid_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails what sends a value by hiredis' packer, which copies it twice."""
+    pack = HiredisRespSerializer.pack
+
+    def pack_small(self: HiredisRespSerializer, *arguments: Any) -> Any:
+        assert all(len(word) < PART_BYTES for word in arguments if isinstance(word, bytes))
+        return pack(self, *arguments)
+
+    monkeypatch.setattr(HiredisRespSerializer, "pack", pack_small)
 
 
 def make_certificates(folder: Path, name: str = "own", days: int = 2) -> Tls:

@@ -21,7 +21,14 @@ from tests.rigs.redis_server import (
     start_cluster,
     stop_all,
 )
-from tests.store.redis_rig import PART_BYTES, Tls, TlsFront, make_certificates, open_store
+from tests.store.redis_rig import (
+    PART_BYTES,
+    Tls,
+    TlsFront,
+    forbid_copies,
+    make_certificates,
+    open_store,
+)
 
 PREFIX = "kvstow:"
 LARGE = 3 * PART_BYTES + 5
@@ -32,6 +39,11 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
+@pytest.fixture(autouse=True)
+def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_copies(monkeypatch)
+
+
 def works(store: RedisStore) -> None:
     for i in range(12):
         assert write_one(store, make_key(i), value_of(i, LARGE if i == 0 else 100)) == Done(
@@ -40,6 +52,17 @@ def works(store: RedisStore) -> None:
     assert store.contains([make_key(i) for i in range(13)]) == [True] * 12 + [False]
     for i in range(12):
         assert read_one(store, make_key(i), LARGE)[1] == value_of(i, LARGE if i == 0 else 100)
+
+
+def test_one_server_by_tcp_and_by_a_unix_socket(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "server", "--unixsocket", str(tmp_path / "socket")).start()
+    try:
+        for url in (server.url, f"unix://{tmp_path / 'socket'}"):
+            store = open_store(url)
+            works(store)
+            store.close()
+    finally:
+        server.kill()
 
 
 def test_k3_sentinels_and_the_master_they_name_over_tls(tmp_path: Path, tls: Tls) -> None:

@@ -11,7 +11,7 @@ from kvstow.fields.codec import RAW, Codec
 from kvstow.fields.kinds import SECRET, SIZE, Threads
 from kvstow.fields.values import Secret
 
-DEFAULT_PART_BYTES: Final = 16 << 20
+DEFAULT_PART_BYTES: Final = 5 << 20  # a chunk of 4 MiB and its header are one value
 
 
 class RedisSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
