@@ -54,7 +54,7 @@ class Tls(NamedTuple):
 
 
 def forbid_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails what sends a value by hiredis' packer, which copies it twice."""
+    """Fails what sends a value by hiredis' packer, which copies it."""
     pack = HiredisRespSerializer.pack
 
     def pack_small(self: HiredisRespSerializer, *arguments: Any) -> Any:

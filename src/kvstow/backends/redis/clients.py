@@ -24,7 +24,7 @@ from kvstow.backends.redis.settings import RedisSettings
 MALFORMED_REPLY: Final = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 # redis-py takes hiredis, where it is installed, both to parse replies and to pack commands. Its
-# parser is several times faster than redis-py's own. Its packer copies each value twice, and
+# parser is several times faster than redis-py's own. Its packer copies each value, and
 # redis-py's own does not, so commands are always packed by redis-py.
 COPIED_BELOW_BYTES: Final = 6000  # redis-py's own number: larger values are sent without a copy
 PACKER: Final = PythonRespSerializer(COPIED_BELOW_BYTES, ConnectionPool().get_encoder().encode)
