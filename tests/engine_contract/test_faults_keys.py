@@ -245,15 +245,24 @@ def test_b11_media_that_vllm_counts_are_unknown() -> None:
 def test_b11_an_identifier_that_was_used_for_something_else_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM's encoder cache and prefix cache still hold what they made of the first."""
+    """vLLM's encoder cache and prefix cache may hold what they made of either."""
     digests = MediaDigests()
     assert len(of_media([medium(CHOSEN, "one", 40, 20)], digests).keys()) == 10
-    assert len(of_media([medium(CHOSEN, "two", 40, 20)], digests).keys()) == 2
     assert len(of_media([medium(CHOSEN, "one", 40, 20)], digests).keys()) == 10
+    assert digests.take_ambiguous() == set()
+    assert len(of_media([medium(CHOSEN, "two", 40, 20)], digests).keys()) == 2
+    assert digests.take_ambiguous() == {CHOSEN}, "requests that wait may compute with the other"
+    assert len(of_media([medium(CHOSEN, "one", 40, 20)], digests).keys()) == 2
+    assert digests.take_ambiguous() == set()
     monkeypatch.setattr(media, "MAX_IDENTIFIERS", 4)
     for number in range(20):
         of_media([medium(f"{number}", "x", 40, 20)], digests)
-        assert len(digests._first) <= 4
+        assert len(digests._contents) <= 4
+    used = MediaDigests()
+    for number in range(20):
+        of_media([medium(CHOSEN, "one", 40, 20)], used)
+        of_media([medium(f"{number}", "x", 40, 20)], used)
+    assert len(of_media([medium(CHOSEN, "two", 40, 20)], used).keys()) == 2, "still remembered"
 
 
 def test_b11_a_session_that_goes_on_with_more_media() -> None:
@@ -285,9 +294,15 @@ def test_m5_media_are_digested_on_another_thread() -> None:
     assert [m.digest for m in digests.of(request)] == [None]
     executor.run_all()
     assert digests.reading(request), "what came late is not another request's"
+    executor.run_all()
+    assert not digests.reading(request)
+    assert digests.of(request) == MediaDigests().of(request), "a late digest is no other content"
+    assert digests.reading(request)
     digests.forget(request.request_id)
     assert not digests._reading
     executor.close(0.0)
+    assert digests.reading(request), "as with a full queue, it is asked again"
+    clock.advance(media.MAX_READING_S)
     assert not digests.reading(request)
     assert [m.digest for m in digests.of(request)] == [None]
 

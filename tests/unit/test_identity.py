@@ -637,7 +637,7 @@ def test_b4_an_adapter_that_changed_has_no_digest_any_more(
     adapter(folder, b"2" * 101)
     assert adapters.digest(request("x", folder)) is None
     adapter(folder, b"1" * 100)
-    assert adapters.digest(request("x", folder)) == first, "what vLLM has loaded, in either case"
+    assert adapters.digest(request("x", folder)) is None, "vLLM may have loaded the others"
     for i in range(20):
         assert (
             adapters.digest(request("x", adapter(tmp_path / f"version {i}", bytes([i]))))
@@ -749,10 +749,19 @@ def test_b6_weights_that_changed_since_the_engine_began_have_no_lasting_identity
     assert later.namespace != after.namespace, "what was loaded before has another name"
 
 
-def test_b6_a_snapshot_that_vllm_downloads_during_its_start_lasts(tmp_path: Path) -> None:
-    commit = tmp_path / "models--org--name" / "snapshots" / ("a" * 40)
+def snapshot(parent: Path) -> Path:
+    """A snapshot as in a Hugging Face cache: links to blobs."""
+    repository = parent / "models--org--name"
+    commit = repository / "snapshots" / ("a" * 40)
     commit.mkdir(parents=True)
-    safetensors(commit / "model.safetensors", TENSORS)
+    (repository / "blobs").mkdir()
+    safetensors(repository / "blobs" / "1234", TENSORS)
+    (commit / "model.safetensors").symlink_to("../../blobs/1234")
+    return commit
+
+
+def test_b6_a_snapshot_that_vllm_downloads_during_its_start_lasts(tmp_path: Path) -> None:
+    commit = snapshot(tmp_path)
     found = model_identity(engine(commit), SHARDS, 128, since_ns=began(-60.0))
     assert found.not_persistent is None
 
@@ -809,9 +818,89 @@ def test_b4_an_adapter_that_was_first_seen_unchanged_keeps_its_identity(tmp_path
     adapters = Adapters(since_ns=began(2.0), process_key=b"1")
     first = adapters.digest(request("x", folder))
     rewrite(folder / "adapter_model.safetensors")
+    assert first is not None
     assert adapters.digest(request("x", folder)) is None
     adapter(folder, b"1" * 100)
-    assert adapters.digest(request("x", folder)) == first
+    assert adapters.digest(request("x", folder)) is None
+
+
+def test_b4_an_adapter_that_changed_and_is_loaded_again_has_no_digest(tmp_path: Path) -> None:
+    """Both versions may have been computed with, under the same files."""
+    folder = adapter(tmp_path / "x", b"1" * 100)
+    changed = Adapters(since_ns=began(-60.0), process_key=b"1")
+    assert changed.digest(request("x", folder, lora_int_id=1)) is not None
+    assert changed.digest(request("x", folder, lora_int_id=1)) is not None
+    assert changed.digest(request("x", folder, lora_int_id=2)) is None
+    lasting = Adapters(since_ns=began(60.0), process_key=b"1")
+    first = lasting.digest(request("x", folder, lora_int_id=1))
+    assert first == lasting.digest(request("x", folder, lora_int_id=2))
+
+
+def move(new: Path, path: Path) -> None:
+    path.rename(path.with_name("old"))
+    new.rename(path)
+
+
+def swap(new: Path, path: Path) -> None:
+    """What a deployment does: the link is replaced by one to another folder."""
+    spare = path.with_name("spare")
+    spare.symlink_to(new)
+    spare.rename(path)
+
+
+@pytest.mark.parametrize("below", ["", "deep/er"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_b6_a_path_that_leads_to_another_folder_changed(
+    linked: bool, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "CLOCK_SKEW_NS", 0)
+    for version in (b"1", b"2"):
+        folder = tmp_path / f"v{version.decode()}" / below
+        folder.mkdir(parents=True)
+        adapter(folder, version * 100)
+    path = tmp_path / "current"
+    if linked:
+        path.symlink_to("v1")
+    else:
+        (tmp_path / "v1").rename(path)
+    time.sleep(0.02)
+    since = began()
+    served = str(path / below)
+    assert not fingerprint.adapter_changed_since(served, since)
+    time.sleep(0.02)
+    (tmp_path / "neighbour").mkdir()
+    assert not fingerprint.adapter_changed_since(served, since)
+    (swap if linked else move)(tmp_path / "v2", path)
+    assert fingerprint.adapter_changed_since(served, since)
+    assert not fingerprint.adapter_changed_since(served, began(1.0))
+
+
+def test_b6_a_branch_that_moved_on_has_no_lasting_identity(tmp_path: Path) -> None:
+    commit = snapshot(tmp_path)
+    config = engine(commit)
+    config.model_config.hf_config._commit_hash = "a" * 40
+    assert model_identity(config, SHARDS, 128, since_ns=began(-60.0)).not_persistent is None
+    config.model_config.hf_config._commit_hash = "b" * 40
+    assert model_identity(config, SHARDS, 128, since_ns=began(60.0)).not_persistent
+
+
+def test_b6_code_and_edited_snapshots_count_as_changed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "CLOCK_SKEW_NS", 0)
+    (folder / "modeling.py").write_text("a = 1")
+    time.sleep(0.02)
+    since = began()
+    time.sleep(0.02)
+    assert not fingerprint.weights_changed_since(str(folder), "auto", since)
+    (folder / "modeling.py").write_text("a = 2")
+    assert fingerprint.weights_changed_since(str(folder), "auto", since)
+
+    commit = snapshot(tmp_path)
+    assert not fingerprint.weights_changed_since(str(commit), "auto", since)
+    (commit / "model.safetensors").unlink()
+    safetensors(commit / "model.safetensors", TENSORS)  # no link to a blob any more
+    assert fingerprint.weights_changed_since(str(commit), "auto", since)
 
 
 def test_b6_files_are_told_apart_that_only_the_kernel_can_tell_apart(folder: Path) -> None:

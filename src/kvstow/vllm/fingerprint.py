@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from stat import S_ISLNK
+from time import CLOCK_BOOTTIME, clock_gettime
 from typing import Final, NamedTuple
 
 from blake3 import blake3
@@ -28,6 +30,7 @@ READ_BYTES: Final = 1 << 20
 MAX_ADAPTER_BYTES: Final = 4 << 30
 # A request waits this long for its adapter's files to be read. vLLM reads them too.
 MAX_READING_S: Final = 10.0
+MAX_LINKS: Final = 40  # in a path, as in Linux
 MAX_REMEMBERED: Final = 4096  # files; some 200 bytes each
 # File systems stamp changes with a clock that lags behind by a tick, and file servers have clocks
 # of their own.
@@ -63,8 +66,8 @@ def loading_began_ns(clock: Clock) -> int:
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot, as is the next
-    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    process_began_s = clock.wall() - (uptime_s - started_s)
+    uptime_s = clock_gettime(CLOCK_BOOTTIME)  # a container may have a /proc/uptime of its own
+    process_began_s = clock.wall() - max(0.0, uptime_s - started_s)
     return int(max(process_began_s, plugin.registered_s) * 1e9)
 
 
@@ -99,8 +102,17 @@ def weights_digest(path: str, load_format: str = "auto") -> Weights | None:
 
 
 def weights_changed_since(path: str, load_format: str, since_ns: int) -> bool:
-    """Whether the weight files at ``path`` may have changed after ``since_ns``. Raises OSError."""
-    return _changed_since(path, _weight_files(path, load_format), since_ns)
+    """Whether weight or Python files at ``path`` may have changed after ``since_ns``.
+
+    Raises OSError.
+    """
+    code = [(file.name, str(file)) for file in sorted(Path(path).glob("*.py"))]
+    return _changed_since(path, _weight_files(path, load_format) + code, since_ns)
+
+
+def is_other_snapshot(folder: str, commit: object) -> bool:
+    """Whether ``folder`` is a Hugging Face snapshot of another commit."""
+    return _is_immutable(folder) and bool(commit) and os.path.basename(folder) != commit
 
 
 def file_digest(path: str) -> str:
@@ -150,12 +162,39 @@ def _changed_since(folder: str, files: Sequence[tuple[str, str]], since_ns: int)
     A file's ctime, which no program can set, moves with its content and with a rename over it. A
     directory's mtime moves when an entry is added or removed.
     """
+    limit_ns = since_ns - CLOCK_SKEW_NS
+    if _path_changed_since(os.path.abspath(folder), limit_ns):
+        return True
     if _is_immutable(folder):
-        return False
+        files = [(name, path) for name, path in files if not os.path.islink(path)]
+        if not files:
+            return False
     paths = [path for _, path in files]
     changes = [os.stat(path).st_ctime_ns for path in paths]
     changes += [os.stat(parent).st_mtime_ns for parent in {os.path.dirname(p) for p in paths}]
-    return not changes or max(changes) > since_ns - CLOCK_SKEW_NS
+    return not changes or max(changes) > limit_ns
+
+
+def _path_changed_since(path: str, limit_ns: int) -> bool:
+    """Whether ``path`` may have led elsewhere before ``limit_ns``.
+
+    That is so if a symbolic link on the way is new, or a directory was renamed. A rename moves a
+    directory's ctime alone; an entry that comes or goes moves its mtime to the same time.
+    """
+    for _ in range(MAX_LINKS):
+        link = None
+        for part in (path, *map(str, Path(path).parents)):
+            stat = os.lstat(part)
+            is_link = S_ISLNK(stat.st_mode)
+            if stat.st_ctime_ns > limit_ns and (is_link or stat.st_ctime_ns != stat.st_mtime_ns):
+                return True
+            link = part if is_link else link
+        if link is None:
+            return False
+        # The link nearest to the root was the last one found.
+        target = os.path.join(os.path.dirname(link), os.readlink(link))
+        path = os.path.normpath(os.path.join(target, os.path.relpath(path, link)))
+    return True
 
 
 def _adapter_files(path: str) -> list[tuple[str, str]]:
@@ -185,14 +224,27 @@ def _unread(path: str) -> bool:
         return False
 
 
+class _FirstSeen(NamedTuple):
+    """An adapter as it was when first asked for.
+
+    ``number`` is vLLM's for an adapter whose ``identity`` holds for this process only; else None.
+    """
+
+    content: bytes
+    identity: bytes
+    number: int | None
+
+
 class Adapters:
     """Digests of LoRA adapters, as they were when first asked for.
 
-    An adapter whose files have changed since then has no digest any more. kvstow cannot know which
-    version vLLM computes with, and vLLM's own cache may give out KV of the older one.
+    An adapter whose files have changed since then has no digest any more, not even when they change
+    back. kvstow cannot know which version vLLM computes with, and vLLM's own cache may give out KV
+    of the older one.
 
     An adapter whose files changed after ``since_ns`` may have been loaded before the change. Its
-    digest holds for this process only: ``process_key`` is mixed into it.
+    digest holds for this process only: ``process_key`` is mixed into it. It ends
+    when the adapter is loaded again, which vLLM does under another number.
 
     ``options`` is text that names the settings that decide how vLLM applies an adapter.
     """
@@ -210,8 +262,8 @@ class Adapters:
 
         ``since_ns`` is the time before which vLLM had loaded nothing; None: no file is too new.
         """
-        # By name and path: digest of the files' content when first asked for, and what was answered.
-        self._first: dict[tuple[str, str], tuple[bytes, bytes]] = {}
+        # By name and path; None: the files have changed.
+        self._first: dict[tuple[str, str], _FirstSeen | None] = {}
         self._executor = executor
         self._clock = clock or SystemClock()
         self._options = options.encode()
@@ -250,20 +302,22 @@ class Adapters:
         found = lora_digest(path)
         if found is None:
             return None
-        first = self._first.get((name, path))
-        if first is None:
+        number = getattr(lora_request, "lora_int_id", None)
+        if (name, path) not in self._first:
             if len(self._first) >= MAX_REMEMBERED:
                 del self._first[next(iter(self._first))]
-            first = (found, self._identity(lora_request, name, path, found))
-            self._first[name, path] = first
-        content, identity = first
-        return identity if content == found else None
+            self._first[name, path] = self._see(lora_request, name, path, found)
+        first = self._first[name, path]
+        if first is not None and (first.content != found or first.number not in (None, number)):
+            self._first[name, path] = first = None
+        return None if first is None else first.identity
 
-    def _identity(self, lora_request: object, name: str, path: str, content: bytes) -> bytes:
+    def _see(self, lora_request: object, name: str, path: str, content: bytes) -> _FirstSeen:
         hasher = blake3(content)
         # How vLLM reads the files of a mixture of experts, and what it applies of them.
         hasher.update(b"3d" if getattr(lora_request, "is_3d_lora_weight", False) else b"2d")
         hasher.update(self._options)
+        number = None
         if self._since_ns is not None and adapter_changed_since(path, self._since_ns):
             logger.warning(
                 "The files of adapter %s (%s) changed after this engine started, so vLLM may have "
@@ -273,7 +327,8 @@ class Adapters:
                 path,
             )
             hasher.update(self._process_key)
-        return hasher.digest()
+            number = getattr(lora_request, "lora_int_id", None)
+        return _FirstSeen(content, hasher.digest(), number)
 
 
 def _weight_files(path: str, load_format: str) -> list[tuple[str, str]]:

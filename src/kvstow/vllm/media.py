@@ -40,17 +40,22 @@ class Media(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """Media that are being digested since ``began_s``. ``digests`` is None until that has ended."""
+    """Media whose digests were asked for at ``began_s``.
+
+    ``submitted`` says that the executor has accepted the work. ``digests`` is None until it ends.
+    """
 
     began_s: float
+    submitted: bool = False
     digests: list[bytes | None] | None = None
 
 
 class MediaDigests:
     """Digests the media of requests on another thread.
 
-    The first digest of an identifier counts. vLLM reuses what its encoder made under an identifier,
-    so other content under the same one has no digest.
+    vLLM reuses what its encoder made under an identifier for as long as it has room for it. So once
+    an identifier has stood for two contents, neither has a digest any more: vLLM may compute with
+    the other one.
     """
 
     def __init__(
@@ -68,7 +73,9 @@ class MediaDigests:
         self._clock = clock or SystemClock()
         self._counted = counted
         self._reading: dict[str, _Reading] = {}
-        self._first: dict[str, bytes] = {}
+        # By identifier, the least recently used first. None: it has no digest any more.
+        self._contents: dict[str, bytes | None] = {}
+        self._ambiguous: set[str] = set()
 
     def reading(self, request: Request) -> bool:
         """Whether the request's media are being digested, and the caller shall ask again.
@@ -80,42 +87,65 @@ class MediaDigests:
             return False
         self._executor.poll()
         now = self._clock.monotonic()
-        reading = self._reading.get(request.request_id)
-        if reading is None:
-            reading = _Reading(now)
-            then = partial(_finish, reading)
-            if not self._executor.submit(partial(_digests, features), then):
-                return False
-            self._reading[request.request_id] = reading
+        reading = self._reading.setdefault(request.request_id, _Reading(now))
+        if not reading.submitted:  # or the queue was full
+            then = partial(self._finish, reading, features)
+            reading.submitted = self._executor.submit(partial(_digests, features), then)
         return reading.digests is None and now - reading.began_s < MAX_READING_S
 
     def of(self, request: Request) -> list[Media]:
         """The request's media in order of their first tokens, and its prompt embeddings."""
         found = prompt_embeddings(request)
         features = _features(request)
-        digests: Sequence[bytes | None] = [None] * len(features)
-        if not self._counted and features:
-            if self._executor is None:
-                digests = _digests(features)
-            else:
-                reading = self._reading.pop(request.request_id, None)
-                if reading is not None and reading.digests:
-                    digests = reading.digests
-        for feature, digest in zip(features, digests, strict=True):
-            known = None if digest is None else self._consistent(feature.identifier, digest)
+        reading = self._reading.pop(request.request_id, None)
+        digests: Sequence[bytes | None] | None = None
+        if reading is not None:
+            digests = reading.digests
+        elif self._executor is None and not self._counted:
+            digests = _digests(features)
+        late = reading is not None and reading.submitted and digests is None
+        for feature, digest in zip(features, digests or [None] * len(features), strict=True):
+            # What comes late is noted then. Until then its identifier has no other content.
+            known = None if late else self._noted(feature.identifier, digest)
             found.append(Media(feature.mm_position.offset, known))
         return sorted(found, key=lambda media: media.offset)
+
+    def take_ambiguous(self) -> set[str]:
+        """Identifiers that were found to stand for two contents since the last call."""
+        found = self._ambiguous
+        self._ambiguous = set()
+        return found
 
     def forget(self, request_id: str) -> None:
         """The request has ended, perhaps before its media were asked for."""
         self._reading.pop(request_id, None)
 
-    def _consistent(self, identifier: str, digest: bytes) -> bytes | None:
-        if identifier not in self._first:
-            if len(self._first) >= MAX_IDENTIFIERS:
-                del self._first[next(iter(self._first))]
-            self._first[identifier] = digest
-        return digest if self._first[identifier] == digest else None
+    def _finish(
+        self,
+        reading: _Reading,
+        features: Sequence[Any],
+        digests: list[bytes | None] | None,
+        error: BaseException | None,
+    ) -> None:
+        if error is not None:
+            logger.warning("A request's media could not be digested: %r", error)
+        digests = digests or [None] * len(features)
+        for feature, digest in zip(features, digests, strict=True):
+            self._noted(feature.identifier, digest)
+        reading.digests = digests
+
+    def _noted(self, identifier: str, digest: bytes | None) -> bytes | None:
+        """The digest if the identifier has never stood for other content, else None."""
+        if self._counted:
+            return None
+        first = self._contents.pop(identifier, digest)
+        if first != digest and first is not None:
+            self._ambiguous.add(identifier)
+        known = digest if first == digest else None
+        if len(self._contents) >= MAX_IDENTIFIERS:
+            del self._contents[next(iter(self._contents))]
+        self._contents[identifier] = known
+        return known
 
 
 def names_media_by_counters(vllm_config: VllmConfig) -> bool:
@@ -159,12 +189,6 @@ def prompt_embeddings(request: Request) -> list[Media]:
 
 def _features(request: Request) -> list[Any]:
     return list(getattr(request, "mm_features", None) or ())
-
-
-def _finish(reading: _Reading, digests: Any, error: BaseException | None) -> None:
-    if error is not None:
-        logger.warning("A request's media could not be digested: %r", error)
-    reading.digests = [] if error is not None else digests
 
 
 def _digests(features: Iterable[Any]) -> list[bytes | None]:

@@ -152,7 +152,18 @@ class SchedulerSide:
         )
         tracked.advance(0)
         self._tracked[request.request_id] = tracked
+        self._drop_ambiguous()
         return tracked
+
+    def _drop_ambiguous(self) -> None:
+        """Requests whose medium's identifier came to stand for other content take no part."""
+        ambiguous = self._media.take_ambiguous()
+        if not ambiguous:
+            return
+        for tracked in self._tracked.values():
+            features = getattr(tracked.request, "mm_features", None) or ()
+            if any(feature.identifier in ambiguous for feature in features):
+                tracked.rekey(None)
 
     def _unstored(self, request: Request, params: dict[str, Any]) -> bool:
         limit = self._rules.priority_limit
