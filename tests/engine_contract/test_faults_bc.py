@@ -90,6 +90,20 @@ def test_b4_an_adapter_that_changed_in_place(tmp_path: Path) -> None:
     sim.close()
 
 
+def test_b4_an_adapter_that_changed_between_its_digest_and_its_load(tmp_path: Path) -> None:
+    """vLLM may load an adapter only when it computes, and may have waited long for that."""
+    sim = Sim(Shape(prefix_caching=False), adapter_of=content)
+    waiting = sim.add("waits", prompt(100), lora_request=adapter(tmp_path / "1", b"one"))
+    sim.step()
+    adapter(tmp_path / "1", b"another")
+    sim.settle()
+    assert waiting.is_finished()
+    sim.stack.side._adapters = fingerprint.Adapters()  # a later engine, with the first files again
+    sim.serve("later", prompt(100), lora_request=adapter(tmp_path / "1", b"one"))
+    assert sim.loads() == 0
+    sim.close()
+
+
 def test_b3_without_a_digest_neither_loaded_nor_stored(tmp_path: Path) -> None:
     sim = Sim(Shape(prefix_caching=False), adapter_of=content)
     nowhere, tokens = adapter(tmp_path / "nowhere", None), prompt(100)

@@ -365,3 +365,17 @@ def test_b11_in_vllms_scheduler_another_picture_is_computed(identifier: str) -> 
     assert serve("other", "another") == 32, "the text before it"
     assert serve("other again", "another") == 160
     driver.close()
+
+
+def test_b11_a_request_that_waits_while_its_identifier_is_used_for_another_picture() -> None:
+    """vLLM may compute the second first, and the first with what its encoder made of the second."""
+    driver = Driver(Shape(prefix_caching=False, num_blocks=64))
+    driver.scheduler.max_num_encoder_input_tokens = 4096
+    driver.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1 << 20)
+    for req_id, content in (("one", "a picture"), ("two", "another")):
+        driver.add(req_id, TOKENS, mm_features=[medium(CHOSEN, content, 40, 20)])
+    driver.run()
+    driver.settle()
+    assert set(driver.outputs) == {"one", "two"}
+    assert driver.stack.counter("stored_chunks") <= 2, "the text before it"
+    driver.close()

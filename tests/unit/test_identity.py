@@ -875,13 +875,24 @@ def test_b6_a_path_that_leads_to_another_folder_changed(
     assert not fingerprint.adapter_changed_since(served, began(1.0))
 
 
-def test_b6_a_branch_that_moved_on_has_no_lasting_identity(tmp_path: Path) -> None:
+def test_b6_a_branch_that_moved_on_counts_as_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "CLOCK_SKEW_NS", 0)
     commit = snapshot(tmp_path)
-    config = engine(commit)
-    config.model_config.hf_config._commit_hash = "a" * 40
-    assert model_identity(config, SHARDS, 128, since_ns=began(-60.0)).not_persistent is None
-    config.model_config.hf_config._commit_hash = "b" * 40
-    assert model_identity(config, SHARDS, 128, since_ns=began(60.0)).not_persistent
+    refs = commit.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit.name)
+    time.sleep(0.02)
+    assert not fingerprint.weights_changed_since(str(commit), "auto", began(-60.0))
+    (commit.parent / ("b" * 40)).mkdir()
+    since = began()
+    assert not fingerprint.weights_changed_since(str(commit), "auto", since)
+    time.sleep(0.02)
+    (refs / "main").write_text(commit.name)
+    assert fingerprint.weights_changed_since(str(commit), "auto", since)
+    (refs / "main").write_text("b" * 40)
+    assert not fingerprint.weights_changed_since(str(commit), "auto", since)
 
 
 def test_b6_code_and_edited_snapshots_count_as_changed(

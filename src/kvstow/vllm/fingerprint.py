@@ -110,11 +110,6 @@ def weights_changed_since(path: str, load_format: str, since_ns: int) -> bool:
     return _changed_since(path, _weight_files(path, load_format) + code, since_ns)
 
 
-def is_other_snapshot(folder: str, commit: object) -> bool:
-    """Whether ``folder`` is a Hugging Face snapshot of another commit."""
-    return _is_immutable(folder) and bool(commit) and os.path.basename(folder) != commit
-
-
 def file_digest(path: str) -> str:
     """Hexadecimal digest of one whole file. Raises OSError."""
     return _remember(path, _whole).hex()
@@ -166,6 +161,8 @@ def _changed_since(folder: str, files: Sequence[tuple[str, str]], since_ns: int)
     if _path_changed_since(os.path.abspath(folder), limit_ns):
         return True
     if _is_immutable(folder):
+        if _branch_moved_since(Path(folder), limit_ns):
+            return True
         files = [(name, path) for name, path in files if not os.path.islink(path)]
         if not files:
             return False
@@ -173,6 +170,20 @@ def _changed_since(folder: str, files: Sequence[tuple[str, str]], since_ns: int)
     changes = [os.stat(path).st_ctime_ns for path in paths]
     changes += [os.stat(parent).st_mtime_ns for parent in {os.path.dirname(p) for p in paths}]
     return not changes or max(changes) > limit_ns
+
+
+def _branch_moved_since(snapshot: Path, limit_ns: int) -> bool:
+    """Whether a branch may have led to another snapshot in a Hugging Face cache before then.
+
+    With one snapshot it cannot have: that was downloaded during the start.
+    """
+    if len(os.listdir(snapshot.parent)) < 2:
+        return False
+    branches = (snapshot.parent.parent / "refs").rglob("*")
+    return any(
+        ref.is_file() and ref.stat().st_ctime_ns > limit_ns and ref.read_text() == snapshot.name
+        for ref in branches
+    )
 
 
 def _path_changed_since(path: str, limit_ns: int) -> bool:

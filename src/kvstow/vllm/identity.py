@@ -18,7 +18,6 @@ from kvstow.settings import variable
 from kvstow.vllm.fingerprint import (
     code_digest,
     file_digest,
-    is_other_snapshot,
     weights_changed_since,
     weights_digest,
 )
@@ -191,9 +190,7 @@ def _weights(
     weights = weights_digest(folder, load_format) if folder else None
     if folder is not None and weights is not None:
         name = f"{weights.digest} ({weights.files} files, {weights.size_bytes} bytes)"
-        # A branch may have moved on since vLLM read the configuration.
-        moved = is_other_snapshot(folder, getattr(model.hf_config, "_commit_hash", None))
-        if since_ns is None or not (moved or weights_changed_since(folder, load_format, since_ns)):
+        if since_ns is None or not weights_changed_since(folder, load_format, since_ns):
             return name, None
         return f"{name}, or those before", (
             f"the files of {model.model} changed while this engine started, so it may have loaded "

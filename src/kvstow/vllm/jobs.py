@@ -24,7 +24,8 @@ class SentJob:
     """A job that not all workers have acknowledged.
 
     ``leases[i]`` pins the place of copy ``i``. ``level`` is that of the job's line in the log.
-    ``lost``: part of a load had no place any more, and the workers report its blocks.
+    ``lost``: part of a load had no place any more, and the workers report its blocks. ``adapter``
+    is the request's LoRA adapter as vLLM describes it.
     """
 
     req_id: str
@@ -36,6 +37,7 @@ class SentJob:
     since_s: float
     level: int
     lost: bool = False
+    adapter: object | None = None
     report: JobReport = field(default_factory=lambda: JobReport(0, set(), 0, 0.0))
 
 
@@ -95,6 +97,7 @@ class Jobs:
             self._clock.monotonic(),
             level,
             bool(lost),
+            request.lora_request,
         )
         return job
 

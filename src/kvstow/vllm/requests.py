@@ -116,6 +116,11 @@ class Tracked:
             mixed.update(digest)
         return ChunkKey.build(key.namespace, key.group, mixed.digest())
 
+    def uses_any(self, identifiers: set[str]) -> bool:
+        """Whether vLLM names one of the request's media by one of these."""
+        features = getattr(self.request, "mm_features", None) or ()
+        return any(feature.identifier in identifiers for feature in features)
+
     def rekey(self, namespace: Namespace | None) -> None:
         """Use another namespace from now on. None: take no further part."""
         self.namespace = namespace

@@ -152,18 +152,11 @@ class SchedulerSide:
         )
         tracked.advance(0)
         self._tracked[request.request_id] = tracked
-        self._drop_ambiguous()
-        return tracked
-
-    def _drop_ambiguous(self) -> None:
-        """Requests whose medium's identifier came to stand for other content take no part."""
         ambiguous = self._media.take_ambiguous()
-        if not ambiguous:
-            return
-        for tracked in self._tracked.values():
-            features = getattr(tracked.request, "mm_features", None) or ()
-            if any(feature.identifier in ambiguous for feature in features):
-                tracked.rekey(None)
+        for other in self._tracked.values() if ambiguous else ():
+            if other.uses_any(ambiguous):
+                other.rekey(None)
+        return tracked
 
     def _unstored(self, request: Request, params: dict[str, Any]) -> bool:
         limit = self._rules.priority_limit
@@ -360,7 +353,14 @@ class SchedulerSide:
                 # behind it waiting for good.
                 if sent.report.failed or sent.lost:
                     tracked.load = False
-        self._jobs.settle(sent, publish=not self._broken)
+        self._jobs.settle(sent, publish=not self._broken and self._holds(sent))
+
+    def _holds(self, sent: SentJob) -> bool:
+        """Whether an adapter's files are unchanged now that vLLM has computed with them.
+
+        vLLM may load them when it computes, long after their digest was taken.
+        """
+        return sent.load or sent.adapter is None or self._adapters.digest(sent.adapter) is not None
 
     # --- ends -------------------------------------------------------------------------------------
 
