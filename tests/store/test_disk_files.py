@@ -212,10 +212,7 @@ def test_i5_direct_io_refused_after_the_probe_goes_on_buffered(
 
 
 def test_direct_io_is_used_where_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = os.open(tmp_path, os.O_RDONLY)
-    works = files.direct_works(probe, "probe")
-    os.close(probe)
-    if not works:
+    if not files.direct_works(files.open_directory(str(tmp_path)), "probe"):
         pytest.skip("no direct I/O on this filesystem")
     used: list[int] = []
     real = os.pwritev, os.preadv

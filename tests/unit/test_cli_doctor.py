@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvstow.backends.disk import stored
@@ -314,15 +315,24 @@ def test_processes_that_cannot_be_looked_at(
 
 
 MOUNTS = """\
-22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
-30 22 0:26 / /dev/shm rw - tmpfs tmpfs rw
-31 22 0:40 / /mnt/a\\040disk rw - ext4 /dev/nvme0n1 rw
-32 22 0:41 / /mnt/nfs rw shared:9 - nfs4 server:/share rw
-33 32 0:42 / /mnt/nfs rw - xfs /dev/nvme1n1 rw
+/dev/vda / ext4 rw,relatime 0 0
+tmpfs /dev/shm tmpfs rw 0 0
+/dev/nvme0n1 /mnt/a\\040disk ext4 rw 0 0
+server:/share /mnt/nfs nfs4 rw 0 0
+/dev/nvme1n1 /mnt/nfs xfs rw 0 0
 nonsense
 """
 
 
+@pytest.fixture
+def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with ``MOUNTS``."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "mounts").write_text(MOUNTS)
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("mounts")
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
@@ -334,13 +344,14 @@ nonsense
     ],
 )
 def test_the_filesystem_of_a_path(path: str, kind: str) -> None:
-    found = filesystem_of(path, MOUNTS)
+    found = filesystem_of(path)
     assert found is not None
     assert found.kind == kind
 
 
+@pytest.mark.usefixtures("mounts")
 def test_a_mount_with_a_space_in_its_name() -> None:
-    assert filesystem_of("/mnt/a disk/kv", MOUNTS) == ("/mnt/a disk", "ext4", "/dev/nvme0n1")
+    assert filesystem_of("/mnt/a disk/kv") == ("/mnt/a disk", "ext4", "/dev/nvme0n1")
 
 
 # --- RBLN direct storage ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kvstow.backends.disk import names
 from kvstow.backends.disk.check import Check
-from kvstow.backends.disk.files import Fd
+from kvstow.backends.disk.files import open_directory
 from kvstow.backends.disk.ledger import Ledger, read_page
 from kvstow.backends.disk.mount import MountedDirectory, alive, attach, free_bytes, reap, unit_bytes
 from kvstow.backends.disk.quarantine import quarantine, shrink
@@ -65,7 +65,7 @@ class DirectoryView:
         self.path = path
         with _faults("opening", path, "read"):
             self._check()
-            self.root = Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self.root = open_directory(path)
             read_page(self.root)  # raises now, and not later about some file below
             self.ledger = Ledger(self.root, b"", unit_bytes(self.root))
 

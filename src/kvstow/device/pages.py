@@ -32,10 +32,7 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
     "blocks_first": ("bknhc", "bkhnc"),  # [blocks, 2, ...]
     "packed_heads": ("bhnc",),
     "mla": ("bnc", "bhnc"),  # [blocks, tokens, latent], [blocks, 1, tokens, latent]
-    "kv_pair": (
-        "bnhc",
-        "bhnc",
-    ),
+    "kv_pair": ("bnhc", "bhnc"),
 }
 
 KNOWN_DTYPES: Final = frozenset(
@@ -193,10 +190,7 @@ def _fits(form: str, axes: str, tensor: torch.Tensor, spec: KVSpec) -> bool:
     heads = 1 if spec.mla else spec.num_kv_heads
     contents = {spec.head_size * (2 if form == "packed_heads" else 1)}
     # K and V of different sizes, or with their scales: the page's bytes decide
-    if form in (
-        "packed_heads",
-        "mla",
-    ):
+    if form in ("packed_heads", "mla"):
         contents.add(spec.page_bytes // (spec.element_bytes * heads * spec.block_tokens))
     want = {
         "k": {2},

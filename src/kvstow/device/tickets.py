@@ -15,12 +15,7 @@ from kvstow.runtime import Clock, Executor
 
 FENCE_TIMEOUT_S: Final = 30.0  # tens of GB at memory speed: what takes longer is stuck
 # of a copy: a miss; anything else is a bug
-FAILURES: Final = (
-    CopyError,
-    RuntimeError,
-    IndexError,
-    ValueError,
-)
+FAILURES: Final = (CopyError, RuntimeError, IndexError, ValueError)
 
 
 class TicketDevice:

@@ -22,6 +22,6 @@ Codec: TypeAlias = Annotated[
     Meta(
         description="How chunks are made smaller on their way to this tier. `lossless` gives back every bit; `fp8`, "
         "`int8` and `quantized` (of high, middle or low quality, middle if not said) change outputs a little. All but "
-        "`raw` need `pip install 'kvstow[codec]'`.",
+        "`raw` need `pip install 'kvstow[codec]'`."
     ),
 ]

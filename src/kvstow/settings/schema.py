@@ -6,10 +6,11 @@ A section is a struct, and a setting is a field of it. The sections of backends 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import (
     Annotated,
     Any,
+    Final,
     Literal,
     NamedTuple,
     TypeVar,
@@ -51,7 +52,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto"] | Annotated[int, Meta(ge=1, le=1 << 20)],
         Meta(
             description="Tokens that are stored, found and restored together: a multiple of vLLM's block size. "
-            "`auto` is the smallest multiple whose KV is at least 4 MiB, at most 128 tokens or one block.",
+            "`auto` is the smallest multiple whose KV is at least 4 MiB, at most 128 tokens or one block."
         ),
     ] = "auto"
     save_decode: Annotated[
@@ -64,7 +65,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None,
         Meta(
             description="Requests whose vLLM `priority` is above this are not stored (they are restored). Unset: all "
-            "are stored.",
+            "are stored."
         ),
     ] = None
     integrity_key_file: Annotated[
@@ -89,6 +90,28 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         raise KeyError(kind.__name__)
 
 
+def _parse_secret(raw: object) -> Secret:
+    if not isinstance(raw, str):
+        raise ValueError("expected text")
+    return Secret(raw)
+
+
+_ACCEPTS: Final = {
+    SIZE: "size",
+    SECRET: "secret text",
+    PATHS: "paths, a list or comma-separated",
+    NAMES: "names, a list or comma-separated",
+    OPTIONS: "options by name, masked",
+}
+_PARSERS: Final[Mapping[str, Callable[[object], Any]]] = {
+    SIZE: parse_setting_size,
+    SECRET: _parse_secret,
+    PATHS: parse_paths,
+    NAMES: parse_names,
+    OPTIONS: parse_options,
+}
+
+
 class Leaf(NamedTuple):
     """One setting. ``kind`` is empty, ``size``, ``secret``, ``paths``, ``names`` or ``options``."""
 
@@ -107,17 +130,7 @@ class Leaf(NamedTuple):
     @property
     def accepts(self) -> str:
         """What may be written, in words."""
-        if self.kind == SIZE:
-            return "size"
-        if self.kind == SECRET:
-            return "secret text"
-        if self.kind == PATHS:
-            return "paths, a list or comma-separated"
-        if self.kind == NAMES:
-            return "names, a list or comma-separated"
-        if self.kind == OPTIONS:
-            return "options by name, masked"
-        return " or ".join(_words(self.type))
+        return _ACCEPTS.get(self.kind) or " or ".join(_words(self.type))
 
     @property
     def nullable(self) -> bool:
@@ -142,18 +155,8 @@ class Leaf(NamedTuple):
             return None
         if isinstance(raw, str) and not raw.strip():
             raise ValueError("it is empty")
-        if self.kind == SIZE:
-            return parse_setting_size(raw)
-        if self.kind == PATHS:
-            return parse_paths(raw)
-        if self.kind == NAMES:
-            return parse_names(raw)
-        if self.kind == OPTIONS:
-            return parse_options(raw)
-        if self.kind == SECRET:
-            if not isinstance(raw, str):
-                raise ValueError("expected text")
-            return Secret(raw)
+        if self.kind in _PARSERS:
+            return _PARSERS[self.kind](raw)
         try:
             return msgspec.convert(raw, self.type, strict=not from_text)
         except msgspec.ValidationError as error:

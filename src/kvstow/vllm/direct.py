@@ -158,11 +158,7 @@ def open_direct(inner: Device, ref: DirectRef, shard: int, kv_device: torch.devi
         pools = DeviceStaging(npu, kv_device, ref.areas(shard), payload_bytes)
         staging = pools
         media = RdsMedia(
-            api,
-            kv_device.index or 0,
-            shard,
-            pools.areas,
-            ref.geometry.extent_bytes[shard],
+            api, kv_device.index or 0, shard, pools.areas, ref.geometry.extent_bytes[shard]
         )
     else:
         file = build.file_media(ref, shard)

@@ -228,9 +228,7 @@ class _Parts:
 
 
 def scheduler_side(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    handshakes: dict[Rank, Handshake],
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, handshakes: dict[Rank, Handshake]
 ) -> SchedulerSide:
     """Builds the scheduler's side, once every rank has answered the handshake."""
     effective = _settings(vllm_config)

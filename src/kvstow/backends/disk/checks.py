@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
-from kvstow.backends.disk import files, names
+from kvstow.backends.disk import files
 from kvstow.backends.disk.filesystem import Filesystem, filesystem_of
 from kvstow.backends.disk.ledger import read_page
 from kvstow.backends.disk.settings import DiskSettings
@@ -171,7 +171,7 @@ def _room(
 def used_bytes(path: str) -> int:
     """What the ledger of a directory says that chunks take there already; 0: no or no whole ledger."""
     with suppress(OSError):
-        book = read_page(files.Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)))
+        book = read_page(files.open_directory(path))
         return (book.used_bytes or 0) if book is not None else 0
     return 0
 
@@ -210,14 +210,10 @@ def measure(folder: str, clock: Clock) -> Measured:
     Raises ``OSError``.
     """
     name = f".kvstow-doctor-{secrets.token_hex(8)}"
-    root = files.Fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    root = files.open_directory(folder)
     try:
-        direct = files.direct_works(root.number, name)
-        fd = files.Fd(
-            os.open(
-                name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, names.FILE_MODE, dir_fd=root.number
-            )
-        )
+        direct = files.direct_works(root, name)
+        fd = files.open_below(root, name, os.O_RDWR | os.O_CREAT)
         links = _works(
             lambda: os.link(name, f"{name}-2", src_dir_fd=root.number, dst_dir_fd=root.number)
         )

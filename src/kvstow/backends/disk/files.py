@@ -18,8 +18,8 @@ from kvstow.layout import ALIGN
 IOV_MAX: Final = 1024  # Linux's limit of buffers in a call
 PROBE_BYTES: Final = 2 * ALIGN
 # O_NONBLOCK: a FIFO must not block the open.
-READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-CREATE_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+READ_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK
+CREATE_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 RENAME_NOREPLACE: Final = 1
 # In glibc since 2.28. The call releases the GIL.
@@ -39,6 +39,17 @@ class Fd:
 
     def __del__(self) -> None:
         os.close(self.number)
+
+
+def open_below(root: Fd, path: str, flags: int) -> Fd:
+    """Open a file below the root, but no link. A file that this makes is for its owner alone."""
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    return Fd(os.open(path, flags, FILE_MODE, dir_fd=root.number))
+
+
+def open_directory(path: str) -> Fd:
+    """Open a directory, such as the root of a data directory."""
+    return Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def aligned(parts: Sequence[Buffer]) -> bool:
@@ -115,7 +126,7 @@ def rename_new(root: int, source: str, target: str) -> None:
         raise OSError(code, os.strerror(code), target)
 
 
-def direct_works(root: int, name: str) -> bool:
+def direct_works(root: Fd, name: str) -> bool:
     """Whether the filesystem takes direct I/O, tried with an aligned write and read of the new file
     ``name``.
 
@@ -127,7 +138,7 @@ def direct_works(root: int, name: str) -> bool:
         view[:] = bytes(range(256)) * (PROBE_BYTES // 256)
         expected = bytes(view)
         try:
-            fd = Fd(os.open(name, CREATE_FLAGS | os.O_DIRECT, FILE_MODE, dir_fd=root))
+            fd = open_below(root, name, CREATE_FLAGS | os.O_DIRECT)
             write_all(fd.number, [view])
             view[:] = bytes(PROBE_BYTES)
             works = read_all(fd.number, [view]) == PROBE_BYTES and bytes(view) == expected

@@ -33,8 +33,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstow.backends.disk.files import READ_FLAGS, Fd
-from kvstow.backends.disk.names import FILE_MODE, LEDGER, TOKEN_BYTES
+from kvstow.backends.disk.files import READ_FLAGS, Fd, open_below
+from kvstow.backends.disk.names import LEDGER, TOKEN_BYTES
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.layout import align_up
 
@@ -116,7 +116,7 @@ class LedgerPage:
 
 def read_page(root: Fd) -> LedgerPage | None:
     """Read the page of a directory without its lock; None if it isn't whole. Raises ``OSError``."""
-    file = Fd(os.open(LEDGER, READ_FLAGS, dir_fd=root.number))
+    file = open_below(root, LEDGER, READ_FLAGS)
     return LedgerPage.unpack(os.pread(file.number, PAGE_BYTES, 0))
 
 
@@ -194,9 +194,8 @@ class Ledger:
             raise LedgerGone(f"the ledger can't be written: {error}") from error
 
     def _open_locked(self, flags: int) -> Fd:
-        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            file = Fd(os.open(LEDGER, flags, FILE_MODE, dir_fd=self._root.number))
+            file = open_below(self._root, LEDGER, os.O_RDWR | flags)
         except FileNotFoundError as error:
             raise LedgerGone("the ledger was removed") from error
         for _ in range(LOCK_TRIES):

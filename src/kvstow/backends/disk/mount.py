@@ -20,7 +20,14 @@ from itertools import count
 from typing import Final
 
 from kvstow.backends.disk import names
-from kvstow.backends.disk.files import CREATE_FLAGS, READ_FLAGS, Fd, direct_works
+from kvstow.backends.disk.files import (
+    CREATE_FLAGS,
+    READ_FLAGS,
+    Fd,
+    direct_works,
+    open_below,
+    open_directory,
+)
 from kvstow.backends.disk.ledger import PAGE_BYTES, Ledger, LedgerPage, read_page
 from kvstow.errors import StoreUnavailable, UnsupportedError
 from kvstow.layout import ALIGN
@@ -28,7 +35,6 @@ from kvstow.layout import ALIGN
 MAX_UNIT_BYTES: Final = 1 << 20  # filesystems that report larger blocks still allocate smaller ones
 MAX_ATTEMPTS: Final = 20  # to make a lock file while others take it for a dead process's
 _NO_LOCKS: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
@@ -81,7 +87,7 @@ class MountedDirectory:
         Raises ``OSError`` if that fails.
         """
         flags = READ_FLAGS | (os.O_DIRECT if self.direct else 0)
-        file = Fd(os.open(names.LEDGER, flags, dir_fd=self.root.number))
+        file = open_below(self.root, names.LEDGER, flags)
         with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
             os.preadv(file.number, [view], 0)
 
@@ -122,7 +128,7 @@ def attach(
     """
     if previous is None or _device(os.path.dirname(os.path.abspath(path))) == previous.identity[0]:
         os.makedirs(path, names.DIR_MODE, exist_ok=True)
-    root = Fd(os.open(path, _DIRECTORY))
+    root = open_directory(path)
     identity = _identity(os.fstat(root.number))
     if (
         previous is not None
@@ -216,14 +222,7 @@ def try_lock(root: Fd, path: str, flags: int = 0) -> Fd | None:
     enough: network filesystems lock only files that are open for writing.
     """
     for access in (os.O_RDONLY, os.O_RDWR):
-        fd = Fd(
-            os.open(
-                path,
-                access | flags | os.O_NOFOLLOW | os.O_CLOEXEC,
-                names.FILE_MODE,
-                dir_fd=root.number,
-            )
-        )
+        fd = open_below(root, path, access | flags)
         try:
             fcntl.flock(fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -264,12 +263,12 @@ def _probe(root: Fd, name: str, direct: bool, room_bytes: int = 0) -> tuple[int,
     """
     link = f"{name[:-1]}2"
     try:
-        works = direct and direct_works(root.number, name)
+        works = direct and direct_works(root, name)
         if not works:
             _unlink(root, name)
-            Fd(os.open(name, CREATE_FLAGS, names.FILE_MODE, dir_fd=root.number))
+            open_below(root, name, CREATE_FLAGS)
         if room_bytes:
-            fd = Fd(os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root.number))
+            fd = open_below(root, name, os.O_WRONLY)
             os.posix_fallocate(fd.number, 0, room_bytes)
         try:
             os.link(
@@ -317,7 +316,8 @@ def _mkdir(root: Fd, path: str) -> bool:
 def _list(root: Fd, path: str) -> list[str]:
     """The names in a directory below the root; none if it is not there."""
     try:
-        directory = Fd(os.open(path, _DIRECTORY, dir_fd=root.number))
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC  # a link will do
+        directory = Fd(os.open(path, flags, dir_fd=root.number))
     except FileNotFoundError:
         return []
     return os.listdir(directory.number)

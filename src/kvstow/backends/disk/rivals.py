@@ -3,11 +3,10 @@ is in the other."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Final
 
-from kvstow.backends.disk.files import Fd
+from kvstow.backends.disk.files import Fd, open_directory
 from kvstow.backends.disk.mount import MountedDirectory
 from kvstow.backends.disk.remove import expects_chunks
 from kvstow.backends.disk.scan import base_namespace, namespaces, read_namespace_json
@@ -40,7 +39,7 @@ def rivals(
 def roots_in(path: str, field: str) -> list[str]:
     """What namespaces that hold chunks say in ``field``. None of a directory that can't be opened."""
     try:
-        root = Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        root = open_directory(path)
     except OSError:
         return []
     said = {name: read_namespace_json(root, name).get(field) for name in namespaces(root)}

@@ -12,13 +12,12 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvstow.backends.disk import names
-from kvstow.backends.disk.files import Fd
+from kvstow.backends.disk.files import READ_FLAGS, Fd, open_below
 from kvstow.backends.disk.index import ChunkFile
 from kvstow.backends.disk.ledger import Ledger
 
 BLOCK_BYTES: Final = 512  # the unit of ``st_blocks``
 MAX_JSON_BYTES: Final = 1 << 20  # of a namespace.json
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class DirectoryEntry(NamedTuple):
@@ -81,7 +80,7 @@ def list_directory(root: Fd, path: str) -> Iterator[DirectoryEntry]:
     inodes, as they lie on disk: on a cold cache that is several times faster.
     """
     try:
-        directory = Fd(os.open(path, _DIRECTORY, dir_fd=root.number))
+        directory = open_below(root, path, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError):
         return
     with os.scandir(directory.number) as entries:
@@ -102,9 +101,8 @@ def read_namespace_json(root: Fd, namespace: str) -> dict[str, Any]:
 
     Others may have written it: trust nothing in it.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = Fd(os.open(f"{namespace}/{names.NAMESPACE_JSON}", flags, dir_fd=root.number))
+        fd = open_below(root, f"{namespace}/{names.NAMESPACE_JSON}", READ_FLAGS)
         return msgspec.json.decode(os.pread(fd.number, MAX_JSON_BYTES, 0), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, RecursionError):
         return {}

@@ -68,9 +68,8 @@ def verify(mount: MountedDirectory, path: str, check: Check) -> VerifyResult | N
     namespace = bytes.fromhex(path[:64])
     digest = digest_in(path)
     try:
-        fd = Fd(
-            os.open(path, files.READ_FLAGS | mount.direct * os.O_DIRECT, dir_fd=mount.root.number)
-        )
+        flags = files.READ_FLAGS | (os.O_DIRECT if mount.direct else 0)
+        fd = files.open_below(mount.root, path, flags)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL):
             return None
@@ -162,6 +161,5 @@ class Scrub:
     def _save(self, cursor: str) -> None:
         assert self._mount is not None
         self._unsaved = 0
-        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = Fd(os.open(names.SCRUB_CURSOR, flags, dir_fd=self._mount.root.number))
+        fd = files.open_below(self._mount.root, names.SCRUB_CURSOR, os.O_WRONLY)
         os.pwrite(fd.number, cursor.ljust(CURSOR_BYTES).encode(), 0)

@@ -86,13 +86,7 @@ class DiskStore:
         self._found_corrupt: set[bytes] = set()  # digests; not counted yet
         self._volumes = [
             DiskVolume(
-                path,
-                limits,
-                order(),
-                clock,
-                describe=describe,
-                admit=admit,
-                direct=options.direct,
+                path, limits, order(), clock, describe=describe, admit=admit, direct=options.direct
             )
             for path in paths
         ]

@@ -165,9 +165,8 @@ class DiskVolume:
         """The chunk's file and its length; None: there is none, or it is not a regular file that we
         wrote."""
         try:
-            fd = files.Fd(
-                os.open(path, files.READ_FLAGS | direct * os.O_DIRECT, dir_fd=mount.root.number)
-            )
+            flags = files.READ_FLAGS | (os.O_DIRECT if direct else 0)
+            fd = files.open_below(mount.root, path, flags)
         except OSError as error:
             if error.errno == errno.EINVAL and direct:  # a directory
                 return self._open(mount, path, False)
@@ -250,7 +249,7 @@ class DiskVolume:
         direct = mount.direct and files.aligned(parts)
         flags = files.CREATE_FLAGS | (os.O_DIRECT if direct else 0)
         try:
-            fd = files.Fd(os.open(temporary, flags, names.FILE_MODE, dir_fd=mount.root.number))
+            fd = files.open_below(mount.root, temporary, flags)
             self._transfer(mount, fd, parts, files.write_all)
             published = self._publish(mount, temporary, path, namespace)
         except OSError as error:
@@ -361,7 +360,7 @@ class DiskVolume:
         data = memoryview(msgspec.json.format(msgspec.json.encode(text), indent=2))
         temporary = mount.temporary()
         root = mount.root.number
-        fd = files.Fd(os.open(temporary, files.CREATE_FLAGS, names.FILE_MODE, dir_fd=root))
+        fd = files.open_below(mount.root, temporary, files.CREATE_FLAGS)
         try:
             files.write_all(fd.number, [data])
             files.rename_new(root, temporary, path)

@@ -29,7 +29,7 @@ class MooncakeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(
             description="Where clients find each other: `http://host:8080/metadata`, `etcd://host:2379`, or "
-            "`P2PHANDSHAKE`, from each other. The same for all clients of a master.",
+            "`P2PHANDSHAKE`, from each other. The same for all clients of a master."
         ),
     ] = P2P
     protocol: Annotated[Literal["tcp", "rdma"], Meta(description="How bytes move.")] = "tcp"

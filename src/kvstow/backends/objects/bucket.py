@@ -11,12 +11,7 @@ from kvstow.key import ChunkKey
 
 Kind = Literal["s3", "gcs", "azure", "file"]
 
-SCHEMES: Final[dict[str, Kind]] = {
-    "s3": "s3",
-    "gs": "gcs",
-    "az": "azure",
-    "file": "file",
-}
+SCHEMES: Final[dict[str, Kind]] = {"s3": "s3", "gs": "gcs", "az": "azure", "file": "file"}
 MIN_PART_BYTES: Final = 1 << 20
 MAX_PART_BYTES: Final = 1 << 30
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")

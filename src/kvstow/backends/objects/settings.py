@@ -24,7 +24,7 @@ class ObjectsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Meta(
             description="`s3://bucket/prefix` (S3 and what speaks its protocol), `gs://bucket/prefix` (Google Cloud "
-            "Storage), `az://container/prefix` (Azure Blob) or `file:///directory`. Unset: no object store tier.",
+            "Storage), `az://container/prefix` (Azure Blob) or `file:///directory`. Unset: no object store tier."
         ),
     ] = None
     endpoint: Annotated[
@@ -95,9 +95,7 @@ class ObjectsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     retries: Annotated[
         int,
         Meta(
-            ge=0,
-            le=10,
-            description="How often a failed request is repeated before the call fails.",
+            ge=0, le=10, description="How often a failed request is repeated before the call fails."
         ),
     ] = 2
     codec: Codec = RAW

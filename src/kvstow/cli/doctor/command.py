@@ -11,16 +11,7 @@ import typer
 
 from kvstow import __version__
 from kvstow.backends.disk.checks import DISK_S, check_path
-from kvstow.backends.result import (
-    Check,
-    PlannedCheck,
-    Result,
-    Status,
-    failed,
-    ok,
-    unknown,
-    warning,
-)
+from kvstow.backends.result import Check, PlannedCheck, Result, Status, failed, ok, unknown, warning
 from kvstow.cli.conflicts import conflicts
 from kvstow.cli.doctor import host, rbln, versions
 from kvstow.cli.doctor import settings as setting_checks

@@ -111,9 +111,7 @@ def verify(
         chosen = _model(server.models(), model)
         before = Snapshot.parse(server.metrics())
         if not before.has_kvstow:
-            return _report(
-                Verdict(Code.NO_KVSTOW, False, "the server has no kvstow metrics", START)
-            )
+            return _report(Verdict(Code.NO_KVSTOW, "the server has no kvstow metrics", START))
         chunk = chunk_tokens or int(before.largest(diagnosis.CHUNK)) or UNKNOWN_CHUNK_TOKENS
         prompt = make_prompt(prompt_tokens or CHUNKS * chunk + 1, chosen.max_tokens)
         first = server.complete(chosen.name, prompt, ANSWER_TOKENS)
@@ -170,38 +168,36 @@ def _fault(fault: ServerFault) -> Verdict:
     """The verdict on a server that can't be asked."""
     if 300 <= fault.status < 400:
         return Verdict(
-            Code.HTTP,
-            False,
-            str(fault),
-            "--url with that address: it is not followed, for the key's sake",
+            Code.HTTP, str(fault), "--url with that address: it is not followed, for the key's sake"
         )
     if fault.status in (401, 403):
         return Verdict(
-            Code.AUTH, False, str(fault), "name the variable that holds the key: --api-key-env NAME"
+            Code.AUTH, str(fault), "name the variable that holds the key: --api-key-env NAME"
         )
     if "CERTIFICATE_VERIFY_FAILED" in str(fault):
         fix = "name the file of its authority's certificate in the variable SSL_CERT_FILE"
-        return Verdict(Code.UNREACHABLE, False, str(fault), fix)
+        return Verdict(Code.UNREACHABLE, str(fault), fix)
     if fault.status == 0:
         return Verdict(
-            Code.UNREACHABLE,
-            False,
-            str(fault),
-            "see that vLLM runs and answers there; --url, --timeout",
+            Code.UNREACHABLE, str(fault), "see that vLLM runs and answers there; --url, --timeout"
         )
     fix = (
         "fewer --prompt-tokens, if the prompt is too long"
         if fault.status == 400
         else "is it vLLM's own server?"
     )
-    return Verdict(Code.HTTP, False, str(fault), fix)
+    return Verdict(Code.HTTP, str(fault), fix)
 
 
 def _report(
     verdict: Verdict, observed: Observation | None = None, model: str = ""
 ) -> dict[str, Any]:
-    report: dict[str, Any] = {**verdict._asdict(), "verdict": str(verdict.code)}
-    del report["code"]
+    report: dict[str, Any] = {
+        "verdict": str(verdict.code),
+        "works": verdict.works,
+        "why": verdict.why,
+        "fix": verdict.fix,
+    }
     if observed is None:
         return report
     second = observed.after.since(observed.between)

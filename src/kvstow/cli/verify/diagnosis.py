@@ -66,12 +66,16 @@ class Observation(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result. ``works`` says that KV is stored and, if it was needed, restored."""
+    """The result, why it is that, and what to do about it."""
 
     code: Code
-    works: bool
     why: str
     fix: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether KV is stored and, if it was needed, restored."""
+        return self.code in (Code.RESTORED, Code.OWN_CACHE)
 
 
 _REASONS: Final[Mapping[str, str]] = {
@@ -91,27 +95,24 @@ def diagnose(observed: Observation) -> Verdict:
     stored = whole.total(STORED)
     if hits:
         tiers = ", ".join(f"{tokens:.0f} tokens from {tier}" for tier, tokens in hits.items())
-        return Verdict(Code.RESTORED, True, f"the second request reused KV: {tiers}")
+        return Verdict(Code.RESTORED, f"the second request reused KV: {tiers}")
     if observed.second.prompt_tokens < observed.chunk_tokens:
         tokens = observed.second.prompt_tokens
         why = f"the prompt has {tokens} tokens, and a chunk {observed.chunk_tokens}"
         return Verdict(
             Code.TOO_SHORT,
-            False,
             why,
             f"--prompt-tokens {3 * observed.chunk_tokens}; a longer --max-model-len",
         )
     if second.total(PROMPT) < observed.second.prompt_tokens:
         return Verdict(
             Code.OTHER_SERVER,
-            False,
             "the server whose /metrics were read did not count the request: another answered",
             "give the URL of one server, not of a load balancer in front of several",
         )
     if second.total(OWN) and stored:
         return Verdict(
             Code.OWN_CACHE,
-            True,
             "vLLM's own prefix cache, on the device, answered the second request; "
             f"kvstow has stored the prompt ({stored:.0f} chunks) for when it is gone there",
             "to see a restore, start vLLM with --no-enable-prefix-caching, and verify again",
@@ -125,23 +126,19 @@ def _not_stored(whole: Snapshot) -> Verdict:
     if refused := whole.sums_by(REFUSED, "tier", "reason"):
         fixes = {_REASONS.get(key.split()[-1], "see vLLM's log") for key in refused}
         return Verdict(
-            Code.REFUSED, False, f"chunks were refused: {_shown(refused)}", "; ".join(sorted(fixes))
+            Code.REFUSED, f"chunks were refused: {_shown(refused)}", "; ".join(sorted(fixes))
         )
     if failed := whole.sums_by(FAILED, "tier", "reason"):
-        return Verdict(
-            Code.FAILED, False, f"copies failed: {_shown(failed)}", "vLLM's log says why"
-        )
+        return Verdict(Code.FAILED, f"copies failed: {_shown(failed)}", "vLLM's log says why")
     if not whole.total(REQUESTED):
         return Verdict(
             Code.SWITCHED_OFF,
-            False,
             "kvstow neither looked for the prompt nor stored it: it is switched off",
             "look for `kvstow is switched off` and `A worker reports` in vLLM's log, and restart "
             "vLLM",
         )
     return Verdict(
         Code.NOT_STORED,
-        False,
         "kvstow looked for the prompt and stored nothing",
         "kv_role must be kv_both (not kv_consumer), and `Host pool mapped by` must be in vLLM's "
         "log",
@@ -153,7 +150,6 @@ def _not_found(observed: Observation, whole: Snapshot, second: Snapshot) -> Verd
     if len(engines) > 1:
         return Verdict(
             Code.SEVERAL_ENGINES,
-            False,
             f"the prompt was stored, by one of {len(engines)} engines, each with its own "
             "memory; the second request went to another",
             "a shared tier (disk.paths, redis.url), or sticky routing",
@@ -161,18 +157,14 @@ def _not_found(observed: Observation, whole: Snapshot, second: Snapshot) -> Verd
     if not second.total(REQUESTED):
         fix = "kv_role must be kv_both (not kv_producer)"
         return Verdict(
-            Code.NOT_ASKED,
-            False,
-            "the prompt was stored, and kvstow was not asked for it again",
-            fix,
+            Code.NOT_ASKED, "the prompt was stored, and kvstow was not asked for it again", fix
         )
     for cause in _causes(observed, whole, second):
         if cause.counts:
             why = f"the prompt was stored, and not found again: {cause.description}"
-            return Verdict(cause.code, False, f"{why} ({_shown(cause.counts)})", cause.fix)
+            return Verdict(cause.code, f"{why} ({_shown(cause.counts)})", cause.fix)
     return Verdict(
         Code.MISSED,
-        False,
         "the prompt was stored, and not found again: between the two the namespace changed (the "
         "cache was reset, or weights updated), or the requests differ",
         "verify again; where two servers share a tier see `kvstow namespaces`",

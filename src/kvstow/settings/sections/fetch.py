@@ -15,13 +15,13 @@ class FetchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(
             description="The longest that a request waits, in all, for chunks that only a lower tier holds. Then it "
             "goes on with what has arrived and computes the rest. `auto`: at most as long as computing them would "
-            "take, and no longer than 200 ms without a sign of life beyond what was expected.",
+            "take, and no longer than 200 ms without a sign of life beyond what was expected."
         ),
     ] = "auto"
     min_tokens: Annotated[
         Literal["auto"] | Annotated[int, Meta(ge=0, le=1 << 30)],
         Meta(
             description="The least number of prompt tokens to load from a lower tier rather than compute. `auto`: from "
-            "as many on as loading is faster, by what both have taken so far. 0: whatever is found is loaded.",
+            "as many on as loading is faster, by what both have taken so far. 0: whatever is found is loaded."
         ),
     ] = "auto"

@@ -32,6 +32,6 @@ class MemorySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None,
         Meta(
             description="Directory for the pool's file, such as /dev/shm or a hugetlbfs mount. "
-            "Unset: anonymous shared memory, which leaves no file and doesn't count against /dev/shm.",
+            "Unset: anonymous shared memory, which leaves no file and doesn't count against /dev/shm."
         ),
     ] = None
