@@ -96,5 +96,5 @@ def test_o7_what_is_not_one_of_them_is_refused_by_name() -> None:
         (latent.view(6, 64 * 8), of_latent),
     ]
     for value, of in wrong:
-        with pytest.raises(UnsupportedError, match=rf"{NAME}.*Known layouts.*rbln_scale"):
+        with pytest.raises(UnsupportedError, match=rf"{NAME}.*Known forms.*rbln_scale"):
             recognise(NAME, value, of, "rbln", 0)

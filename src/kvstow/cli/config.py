@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvstow.cli.conflicts import conflicts
-from kvstow.cli.output import print_table
+from kvstow.cli.output import FileOption, JsonOption, print_table
 from kvstow.errors import SettingsError
 from kvstow.fields.kinds import OPTIONS, SECRET, SIZE
 from kvstow.fields.values import MASK, format_size
@@ -19,10 +19,6 @@ from kvstow.text import printable
 
 app = typer.Typer(invoke_without_command=True)
 
-FileOption = Annotated[
-    str | None, typer.Option(help="A YAML file, instead of the one that KVSTOW_CONFIG_FILE names.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 MISSING = "what is masked is left out: put it in"
 
 

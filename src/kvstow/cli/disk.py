@@ -18,7 +18,7 @@ from kvstow.backends.disk import frame_check
 from kvstow.backends.disk.scan import NamespaceUsage
 from kvstow.backends.disk.settings import DiskSettings
 from kvstow.cli.data_directory import DataDirectory, DirectoryUsage, DirectoryView, EmptyDirectory
-from kvstow.cli.output import format_bytes, print_table
+from kvstow.cli.output import JsonOption, format_bytes, print_table
 from kvstow.errors import SettingsError, StoreError
 from kvstow.runtime import SystemClock
 from kvstow.settings import load
@@ -42,7 +42,6 @@ PathOption = Annotated[
     list[str] | None,
     typer.Option("--path", help="A directory; may be repeated. Default: the setting disk.paths."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 NamespaceOption = Annotated[
     str | None, typer.Option(help="Only this namespace: its first digits, as `ls` shows them.")

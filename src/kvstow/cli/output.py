@@ -6,8 +6,14 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Annotated, Final
 
+import typer
+
+JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+FileOption = Annotated[
+    str | None, typer.Option(help="A YAML file, instead of the one that KVSTOW_CONFIG_FILE names.")
+]
 PIPED_COLUMNS: Final = 10_000  # width of tables in pipes: a line each row, for grep
 
 

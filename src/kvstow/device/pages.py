@@ -81,10 +81,10 @@ def recognise(name: str, cache: object, spec: KVSpec, device_type: str) -> Pages
     pair = isinstance(cache, (tuple, list))
     tensors = tuple(cache) if isinstance(cache, (tuple, list)) else (cache,)
     if pair and len(tensors) != 2:
-        raise _refuse(
+        raise refuse(
             name, cache, spec, f"{len(tensors)} tensors, neither one nor a pair of K and V"
         )
-    checked = [_check_tensor(name, tensor, spec, device_type) for tensor in tensors]
+    checked = [check_tensor(name, tensor, spec, device_type) for tensor in tensors]
     forms = (
         ["kv_pair"]
         if pair
@@ -110,7 +110,7 @@ def recognise(name: str, cache: object, spec: KVSpec, device_type: str) -> Pages
         reason = "; ".join(problems) or "the shape is none of the known forms"
         if found:
             reason = f"it could be {' or '.join(sorted(found.values()))}, and their blocks are different bytes"
-        raise _refuse(name, cache, spec, reason)
+        raise refuse(name, cache, spec, reason)
     ((planes_of, layout),) = found.items()
     return _pages(name, layout, spec, checked, planes_of, cache)
 
@@ -128,7 +128,7 @@ def _pages(
         planes = [plane for planes in planes_of for plane in planes]
         padded = len(planes) == 1 and page_bytes < spec.page_bytes <= planes[0].stride
         if not padded:  # the engine counts a page's padding, which holds no KV and is not kept
-            raise _refuse(
+            raise refuse(
                 name,
                 cache,
                 spec,
@@ -147,19 +147,23 @@ def _pages(
     return Pages(LayerPages(name, page_bytes, layout), spec, views)
 
 
-def _check_tensor(name: str, cache: object, spec: KVSpec, device_type: str) -> torch.Tensor:
+def check_tensor(name: str, cache: object, spec: KVSpec, device_type: str) -> torch.Tensor:
+    """Returns the cache if it is a tensor of the device and of a known type.
+
+    Raises ``UnsupportedError``.
+    """
     if not isinstance(cache, torch.Tensor):
-        raise _refuse(name, cache, spec, f"a {type(cache).__name__} is no tensor")
+        raise refuse(name, cache, spec, f"a {type(cache).__name__} is no tensor")
     if cache.layout != torch.strided or cache.is_quantized:
-        raise _refuse(name, cache, spec, "not a plain strided tensor")
+        raise refuse(name, cache, spec, "not a plain strided tensor")
     if cache.device.type != device_type:
-        raise _refuse(
+        raise refuse(
             name, cache, spec, f"it is on {cache.device.type!r}, this device serves {device_type!r}"
         )
     if cache.dtype not in KNOWN_DTYPES:
-        raise _refuse(name, cache, spec, f"dtype {cache.dtype} is not known")
+        raise refuse(name, cache, spec, f"dtype {cache.dtype} is not known")
     if cache.element_size() != spec.element_bytes:
-        raise _refuse(
+        raise refuse(
             name,
             cache,
             spec,
@@ -257,8 +261,11 @@ def _describe(cache: object) -> str:
     return type(cache).__name__
 
 
-def _refuse(name: str, cache: object, spec: KVSpec, reason: str) -> UnsupportedError:
-    known = ", ".join(f"{form} [{'] or ['.join(axes)}]" for form, axes in FORMS.items())
+def refuse(
+    name: str, cache: object, spec: KVSpec, reason: str, known: str = ""
+) -> UnsupportedError:
+    """The error for a layer that is refused. ``known`` are the device's forms; empty: ``FORMS``."""
+    known = known or ", ".join(f"{form} [{'] or ['.join(axes)}]" for form, axes in FORMS.items())
     return UnsupportedError(
         f"layer {name}: KV layout not recognised: {reason}. It is a {_describe(cache)}; the engine says {spec}. "
         f"Known forms: {known}."

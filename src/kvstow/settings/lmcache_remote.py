@@ -93,11 +93,9 @@ def _remote_urls(draft: Draft) -> list[RemoteUrl]:
         else:
             shown = MASK if ":" in plugin else plugin  # a URL here by mistake may have a password
             raise SettingsError(
-                f"LMCache's remote_storage_plugins (from "
-                f"{draft.values.source('remote_storage_plugins')}) "
-                f"names {shown}: kvstow has redis and mooncakestore; another store is a kvstow "
-                f"plug-in, "
-                "see plugins.stores"
+                "LMCache's remote_storage_plugins (from "
+                f"{draft.values.source('remote_storage_plugins')}) names {shown}: kvstow has redis "
+                "and mooncakestore; another store is a kvstow plug-in, see plugins.stores"
             )
     return found
 
@@ -164,8 +162,7 @@ def _objects(draft: Draft, remote: RemoteUrl, rest: str) -> str:
     if not bucket:
         raise SettingsError(
             f"LMCache's {remote.name} (from {draft.values.source(remote.name)}) names no bucket: "
-            f"write "
-            "s3://bucket, s3://bucket.host or s3://host:port/bucket"
+            "write s3://bucket, s3://bucket.host or s3://host:port/bucket"
         )
     parts = [bucket, prefix.strip("/"), str(draft.pop_extra("s3_file_prefix") or "").strip("/")]
     draft.set("objects.url", f"s3://{'/'.join(part for part in parts if part)}", remote.name)

@@ -211,10 +211,8 @@ def _memory(draft: Draft, *, has_lower_tier: bool) -> None:
         if not has_lower_tier:
             raise SettingsError(
                 f"LMCache's local_cpu is false (from {values.source('local_cpu')}) and no other "
-                f"tier is set: "
-                "nothing would be kept. Set local_cpu to true, or local_disk and "
-                "max_local_disk_size, "
-                "or remote_url"
+                "tier is set: nothing would be kept. Set local_cpu to true, or local_disk and "
+                "max_local_disk_size, or remote_url"
             )
         draft.note(
             "local_cpu false: the pool stays, as the way to the other tiers; what is in it is a hit"
@@ -225,8 +223,7 @@ def _memory(draft: Draft, *, has_lower_tier: bool) -> None:
     if not size:
         text = (
             "max_local_cpu_size is 0, and KV passes host memory on its way to every other tier: "
-            "each "
-            f"worker has {MINIMAL_POOL_GIB:g} GiB. To set more or less, set memory.size"
+            f"each worker has {MINIMAL_POOL_GIB:g} GiB. To set more or less, set memory.size"
         )
         draft.note(text, warns=True)
         size = int(MINIMAL_POOL_GIB * GIB)

@@ -187,7 +187,6 @@ class Draft:
         total = worker_bytes * self.workers
         self.note(
             f"{name} is of each worker, kvstow's sizes are per engine: {worker_bytes / GIB:g} GiB "
-            f"x "
-            f"{self.workers} = {key} {format_size(total)}"
+            f"x {self.workers} = {key} {format_size(total)}"
         )
         self.set(key, total, name)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final, NamedTuple
 
+import psutil
+
 Read = Callable[[str], str | None]
 
 POOL_MEMFD_PREFIX: Final = "/memfd:kvstow"
@@ -140,11 +142,7 @@ def _room(pool_dir: str) -> tuple[int | None, str | None]:
 def _holders() -> Iterator[Holder]:
     """Other processes of this user that hold an anonymous pool, one a pool (its ranks map it too)."""
     seen: set[int] = set()
-    for pid in (
-        sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
-        if os.path.isdir("/proc")
-        else ()
-    ):
+    for pid in psutil.pids():
         if pid == os.getpid():
             continue
         folder = f"/proc/{pid}/fd"

@@ -30,26 +30,21 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
     if not hasattr(vllm_config.additional_config, "use_custom_kernel"):
         raise UnsupportedError(
             "RBLNLMCacheConnectorV1 serves vllm-rbln's vllm model implementation, and this engine "
-            "runs another. Start "
-            "it with --model-impl vllm (auto picks transformers for what optimum-rbln supports), "
-            "on an RBLN NPU; "
-            "elsewhere the connector is KVStowConnector"
+            "runs another. Start it with --model-impl vllm (auto picks transformers for what "
+            "optimum-rbln supports), on an RBLN NPU; elsewhere the connector is KVStowConnector"
         )
     device_tensor = variable(DEVICE_TENSOR_VARIABLE)
     if device_tensor is not None and device_tensor.lower() not in TRUE:
         raise UnsupportedError(
             f"{DEVICE_TENSOR_VARIABLE}={device_tensor}: KV is inside the compiled model, where no "
-            "connector can reach "
-            f"it. Set {DEVICE_TENSOR_VARIABLE}=1, or leave it unset"
+            f"connector can reach it. Set {DEVICE_TENSOR_VARIABLE}=1, or leave it unset"
         )
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if root_hash_is_random(algorithm, variable(SEED_VARIABLE)):
         raise UnsupportedError(
             f"{SEED_VARIABLE} is not set, and vLLM's block hashes ({algorithm}) then start from a "
-            "random root in each "
-            f"process, so every lookup would miss. Set {SEED_VARIABLE}=0, or any fixed value, in "
-            "the environment of "
-            "every instance"
+            f"random root in each process, so every lookup would miss. Set {SEED_VARIABLE}=0, or "
+            "any fixed value, in the environment of every instance"
         )
 
 

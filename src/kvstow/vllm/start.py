@@ -141,8 +141,7 @@ def _require_recompute_outside(vllm_config: VllmConfig) -> None:
     if outer.kv_load_failure_policy != "recompute":
         raise UnsupportedError(
             f"kvstow is one of the connectors of {outer.kv_connector}, where a load that fails "
-            "would end its request: "
-            "vLLM reads the policy for failed loads there only. Add "
+            "would end its request: vLLM reads the policy for failed loads there only. Add "
             '"kv_load_failure_policy": "recompute" beside '
             f'"kv_connector": "{outer.kv_connector}" in --kv-transfer-config'
         )

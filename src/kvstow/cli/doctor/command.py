@@ -16,7 +16,7 @@ from kvstow.cli.conflicts import conflicts
 from kvstow.cli.doctor import host, rbln, versions
 from kvstow.cli.doctor import settings as setting_checks
 from kvstow.cli.doctor.result import CORRECT, bounded
-from kvstow.cli.output import print_table
+from kvstow.cli.output import FileOption, JsonOption, print_table
 from kvstow.errors import SettingsError
 from kvstow.runtime import SystemClock
 from kvstow.settings import (
@@ -44,10 +44,7 @@ COLOURS: Final = {
 
 
 def doctor(
-    file: Annotated[
-        str | None,
-        typer.Option(help="A YAML file, instead of the one that KVSTOW_CONFIG_FILE names."),
-    ] = None,
+    file: FileOption = None,
     lmcache: Annotated[
         bool,
         typer.Option(
@@ -62,7 +59,7 @@ def doctor(
             help="With --lmcache: tensor times pipeline parallel size, which multiplies sizes.",
         ),
     ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check versions, memory, disks, servers and RBLN's storage against the settings, and say what
     to fix.

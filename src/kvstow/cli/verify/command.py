@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from kvstow.cli.output import JsonOption
 from kvstow.cli.verify import diagnosis
 from kvstow.cli.verify.client import Model, Server, ServerFault
 from kvstow.cli.verify.diagnosis import Code, Observation, Verdict, diagnose, notes
@@ -31,12 +32,10 @@ CONFIG: Final = '{"kv_connector":"KVStowConnector","kv_role":"kv_both"}'
 START: Final = f"start vLLM with --kv-transfer-config '{CONFIG}', and without --disable-log-stats"
 GRACE_S: Final = 5.0  # beyond --timeout, for a call of the system that has begun
 _TEXT: Final = (
-    "the of and to in is was for on that by this with from they are which not have were one all "
-    "we can has been out "
-    "other time some would these more her two its then do first any my now such like our over man "
-    "me even most made "
-    "after also did many before must through years where much your way well down should because "
-    "each just those people"
+    "the of and to in is was for on that by this with from they are which not have were one all we "
+    "can has been out other time some would these more her two its then do first any my now such "
+    "like our over man me even most made after also did many before must through years where much "
+    "your way well down should because each just those people"
 )
 WORDS: Final = tuple(_TEXT.split())
 
@@ -60,7 +59,7 @@ def verify_offload(
         int | None, typer.Option(min=1, help="Where the server does not tell it.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, max=3600, help="Seconds for all of it.")] = 300.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Send a new prompt twice and say whether the second time its KV was reused, from where, and if
     not, why.

@@ -14,8 +14,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import torch
 
 from kvstow.device.base import KVSpec
-from kvstow.device.pages import KNOWN_DTYPES, Pages
-from kvstow.errors import UnsupportedError
+from kvstow.device.pages import Pages, check_tensor, refuse
 from kvstow.layout import LayerPages
 
 BlockAxis: TypeAlias = Literal[0, 1]
@@ -42,8 +41,8 @@ def recognise(
     tensor = _check_tensor(name, cache, spec, device_type)
     blocks, rest = divmod(tensor.nbytes, spec.page_bytes)
     if rest or not blocks:
-        raise _refuse(
-            name, tensor, spec, f"its {tensor.nbytes} bytes are no whole number of blocks"
+        raise refuse(
+            name, tensor, spec, f"its {tensor.nbytes} bytes are no whole number of blocks", KNOWN
         )
     spec = replace(spec, num_blocks=blocks)
     if spec.mla:
@@ -54,29 +53,16 @@ def recognise(
 
 
 def _check_tensor(name: str, cache: object, spec: KVSpec, device_type: str) -> torch.Tensor:
-    if not isinstance(cache, torch.Tensor):
-        raise _refuse(name, cache, spec, f"a {type(cache).__name__} is no tensor")
-    if cache.device.type == "meta":
-        raise _refuse(
-            name,
-            cache,
-            spec,
-            "its KV is inside the compiled model, where no connector can reach it. Set VLLM_RBLN_USE_DEVICE_TENSOR=1",
+    if isinstance(cache, torch.Tensor) and cache.device.type == "meta":
+        reason = (
+            "its KV is inside the compiled model, where no connector can reach it. Set "
+            "VLLM_RBLN_USE_DEVICE_TENSOR=1"
         )
-    if cache.device.type != device_type:
-        raise _refuse(
-            name, cache, spec, f"it is on {cache.device.type!r}, this device serves {device_type!r}"
-        )
-    if cache.dtype not in KNOWN_DTYPES or cache.element_size() != spec.element_bytes:
-        raise _refuse(
-            name,
-            cache,
-            spec,
-            f"dtype {cache.dtype} is not known, or not of {spec.element_bytes} bytes",
-        )
-    if not cache.is_contiguous():
-        raise _refuse(name, cache, spec, "it is not contiguous")
-    return cache.detach()
+        raise refuse(name, cache, spec, reason, KNOWN)
+    tensor = check_tensor(name, cache, spec, device_type)
+    if not tensor.is_contiguous():
+        raise refuse(name, cache, spec, "it is not contiguous", KNOWN)
+    return tensor
 
 
 def _split(tensor: torch.Tensor, spec: KVSpec, token_axis: int) -> int:
@@ -92,7 +78,9 @@ def _latent(name: str, tensor: torch.Tensor, spec: KVSpec) -> _Layout:
         return _Layout("rbln_mla.nc", (tensor,))
     if split and spec.head_size == 1 and tuple(tensor.shape) == kernel:
         return _Layout("rbln_scale.n", (tensor,))
-    raise _refuse(name, tensor, spec, "the shape is not that of a latent or of an indexer's scale")
+    raise refuse(
+        name, tensor, spec, "the shape is not that of a latent or of an indexer's scale", KNOWN
+    )
 
 
 def _heads(name: str, tensor: torch.Tensor, spec: KVSpec, block_axis: BlockAxis) -> _Layout:
@@ -103,18 +91,8 @@ def _heads(name: str, tensor: torch.Tensor, spec: KVSpec, block_axis: BlockAxis)
         reason = f"with use_custom_kernel={block_axis == 1} its blocks should be counted by axis {block_axis}"
         if split and tuple(tensor.shape) == shapes[1 - block_axis]:
             reason += f", they are by axis {1 - block_axis}"
-        raise _refuse(name, tensor, spec, reason)
+        raise refuse(name, tensor, spec, reason, KNOWN)
     kernel = f"r{split}" if split > 1 else ""
     if block_axis == 0:
         return _Layout(f"rbln_blocks_first.{kernel}khnc", (tensor,))
     return _Layout(f"rbln_kv_first.k{kernel}hnc", (tensor[0], tensor[1]))
-
-
-def _refuse(name: str, cache: object, spec: KVSpec, reason: str) -> UnsupportedError:
-    what = type(cache).__name__
-    if isinstance(cache, torch.Tensor):
-        what = f"tensor {tuple(cache.shape)} {cache.dtype} on {cache.device.type}"
-    return UnsupportedError(
-        f"layer {name}: KV layout not recognised: {reason}. It is a {what}; the engine says {spec}. "
-        f"Known layouts: {KNOWN}."
-    )
