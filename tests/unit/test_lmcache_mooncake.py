@@ -85,7 +85,14 @@ def test_the_file_replaces_what_extra_config_says_of_mooncake(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("size", "comes_to"),
-    [("4GB", 4 << 30), ("1.5 gb", 3 << 29), ("512m", 512 << 20), ("16", 16), (0, 0), (None, None)],
+    [
+        ("4GB", 4 << 30),
+        ("1.5 gb", 3 << 29),
+        ("512m", 512 << 20),
+        ("16777216", 16 << 20),
+        (0, 0),
+        (None, None),
+    ],
 )
 def test_sizes_are_read_as_mooncake_reads_them(tmp_path: Path, size: Any, comes_to: Any) -> None:
     found = effective(write(tmp_path, {"global_segment_size": size}))

@@ -175,15 +175,20 @@ def leaves(root: type[Struct] = Settings, section: str = "") -> Iterator[Leaf]:
         if isinstance(hint, type) and issubclass(hint, Struct):
             yield from leaves(hint, field.name)
             continue
-        metas = (
-            [m for m in get_args(hint)[1:] if isinstance(m, Meta)]
-            if get_origin(hint) is Annotated
-            else []
-        )
+        metas = list(_metas(hint))
         text = next((m.description for m in metas if m.description), "")
         kind = next((str(m.extra["kind"]) for m in metas if m.extra), "")
         key = f"{section}.{field.name}" if section else field.name
         yield Leaf(key, section, field.name, hint, field.default, kind, text)
+
+
+def _metas(hint: Any) -> Iterator[Meta]:
+    """What is said of a field's type and, behind that, of its parts."""
+    for part in reversed(get_args(hint)):
+        if isinstance(part, Meta):
+            yield part
+        else:
+            yield from _metas(part)
 
 
 def _words(hint: Any) -> list[str]:

@@ -21,15 +21,15 @@ TOTAL_S: Final = 0.15  # less than a request waits for a fetch
 
 
 class Retry(StoreWrapper):
-    """Forwards to ``store``; repeats a call that ended in ``StoreUnavailable``, up to ``attempts``
+    """Forwards to ``store``; repeats a call that ended in ``StoreUnavailable``, up to ``ATTEMPTS``
     calls in all.
 
     This heals short faults: a connection that a middlebox dropped while it was idle, a failover. No
-    call is repeated later than ``total_s`` after the first began, so one that timed out is not.
+    call is repeated later than ``TOTAL_S`` after the first began, so one that timed out is not.
     Every operation of a Store may be repeated: if the answer to a write was lost, the second write
     is ``REJECTED``, and the value is there.
 
-    The n-th pause lasts between half of ``first_pause_s * 2 ** (n - 1)`` seconds and all of it, as
+    The n-th pause lasts between half of ``FIRST_PAUSE_S * 2 ** (n - 1)`` seconds and all of it, as
     ``rng`` says, so that engines which lost one server don't come back in step. ``pause`` waits for
     a number of seconds and returns true if the store was closed meanwhile.
     """
@@ -40,17 +40,11 @@ class Retry(StoreWrapper):
         clock: Clock,
         rng: random.Random,
         *,
-        attempts: int = ATTEMPTS,
-        first_pause_s: float = FIRST_PAUSE_S,
-        total_s: float = TOTAL_S,
         pause: Callable[[float], object] | None = None,
     ) -> None:
         super().__init__(store)
         self._clock = clock
         self._rng = rng
-        self._attempts = attempts
-        self._first_pause_s = first_pause_s
-        self._total_s = total_s
         self._closed = threading.Event()
         self._pause = pause or self._closed.wait
 
@@ -59,9 +53,9 @@ class Retry(StoreWrapper):
         super().close()
 
     def _call(self, method: Callable[[A], R], argument: A) -> R:
-        until_s = self._clock.monotonic() + self._total_s
-        pause_s = self._first_pause_s
-        for _ in range(self._attempts - 1):
+        until_s = self._clock.monotonic() + TOTAL_S
+        pause_s = FIRST_PAUSE_S
+        for _ in range(ATTEMPTS - 1):
             try:
                 return method(argument)
             except StoreUnavailable:

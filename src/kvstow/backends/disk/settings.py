@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from kvstow.fields.codec import RAW, Codec
-from kvstow.fields.kinds import PATHS, SIZE, PolicyName, Threads
+from kvstow.fields.kinds import Paths, PolicyName, Size, Threads
 
 DEFAULT_MIN_FREE_BYTES: Final = 1_000_000_000
 DEFAULT_SCRUB_BYTES_S: Final = 10_000_000  # a terabyte in 28 hours
@@ -17,25 +17,22 @@ class DiskSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The disk tier: files that outlive the engine, in directories that several engines may share."""
 
     paths: Annotated[
-        tuple[str, ...] | None,
+        Paths | None,
         Meta(
-            extra={"kind": PATHS},
-            description="Directories for chunks, on local NVMe, one for each disk. Unset: no disk tier.",
+            description="Directories for chunks, on local NVMe, one for each disk. Unset: no disk tier."
         ),
     ] = None
     size: Annotated[
-        int | None,
+        Size | None,
         Meta(
-            extra={"kind": SIZE},
             description="The most that all directories together hold, each an even part; needed with `disk.paths`. It "
-            "holds for the directories: for all engines that share them, and for what earlier ones left there.",
+            "holds for the directories: for all engines that share them, and for what earlier ones left there."
         ),
     ] = None
     min_free: Annotated[
-        int,
+        Size,
         Meta(
-            extra={"kind": SIZE},
-            description="What stays free on each directory's filesystem: chunks make room when others fill it.",
+            description="What stays free on each directory's filesystem: chunks make room when others fill it."
         ),
     ] = DEFAULT_MIN_FREE_BYTES
     spread: Annotated[
@@ -59,10 +56,9 @@ class DiskSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ] = "all"
     scrub_rate: Annotated[
-        int,
+        Size,
         Meta(
-            extra={"kind": SIZE},
-            description="Bytes a second that are read and verified in the background, each directory; 0: none.",
+            description="Bytes a second that are read and verified in the background, each directory; 0: none."
         ),
     ] = DEFAULT_SCRUB_BYTES_S
     codec: Codec = RAW

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from kvstow.fields.codec import RAW, Codec
-from kvstow.fields.kinds import SIZE, Threads
+from kvstow.fields.kinds import Size, Threads
 from kvstow.key import ChunkKey
 
 P2P: Final = "P2PHANDSHAKE"  # Mooncake's word for: without a metadata server
@@ -45,19 +45,17 @@ class MooncakeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = "127.0.0.1"
     segment_size: Annotated[
-        int,
+        Size,
         Meta(
-            extra={"kind": SIZE},
             description="Memory that this engine lends to the store, beside `memory.size`. Chunks "
-            "in it are gone when the engine ends. 0: only other processes lend memory.",
+            "in it are gone when the engine ends. 0: only other processes lend memory."
         ),
     ] = 0
     buffer_size: Annotated[
-        int,
+        Size,
         Meta(
-            extra={"kind": SIZE},
             description="Memory of the client for values that are not in the pool, such as those "
-            "of a codec. It must hold several chunks.",
+            "of a codec. It must hold several chunks."
         ),
     ] = DEFAULT_BUFFER_BYTES
     prefix: Annotated[

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from kvstow.backends.objects.bucket import LOOPBACK, Bucket, parse_url
 from kvstow.fields.codec import RAW, Codec
-from kvstow.fields.kinds import SIZE, Threads
+from kvstow.fields.kinds import Size, Threads
 
 DEFAULT_PART_BYTES: Final = 8 << 20
 
@@ -66,11 +66,7 @@ class ObjectsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(description="File with a certificate authority that is trusted beside the system's."),
     ] = None
     part_size: Annotated[
-        int,
-        Meta(
-            extra={"kind": SIZE},
-            description="Longer chunks are read in parts of this size, at the same time.",
-        ),
+        Size, Meta(description="Longer chunks are read in parts of this size, at the same time.")
     ] = DEFAULT_PART_BYTES
     parallel: Annotated[
         int,

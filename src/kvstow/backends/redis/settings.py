@@ -8,8 +8,7 @@ from msgspec import Meta, Struct
 
 from kvstow.backends.redis.address import Address, parse_address
 from kvstow.fields.codec import RAW, Codec
-from kvstow.fields.kinds import SECRET, SIZE, Threads
-from kvstow.fields.values import Secret
+from kvstow.fields.kinds import SecretText, Size, Threads
 
 DEFAULT_PART_BYTES: Final = 5 << 20  # a chunk of 4 MiB and its header are one value
 
@@ -18,12 +17,11 @@ class RedisSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The Redis or Valkey tier: a server that several engines, on several hosts, share."""
 
     url: Annotated[
-        Secret | None,
+        SecretText | None,
         Meta(
-            extra={"kind": SECRET},
             description="`redis://`, `rediss://` (TLS) or `unix://`, with user and password percent-encoded: "
             "`redis://user:password@host:6379/0`. Several hosts, with commas between them, for Sentinels or a "
-            "Cluster's nodes. Unset: no Redis tier.",
+            "Cluster's nodes. Unset: no Redis tier."
         ),
     ] = None
     topology: Annotated[
@@ -39,11 +37,7 @@ class RedisSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str | None, Meta(description="User at the Sentinels; the URL's is the server's.")
     ] = None
     sentinel_password: Annotated[
-        Secret | None,
-        Meta(
-            extra={"kind": SECRET},
-            description="Password at the Sentinels; the URL's is the server's.",
-        ),
+        SecretText | None, Meta(description="Password at the Sentinels; the URL's is the server's.")
     ] = None
     tls_ca: Annotated[
         str | None,
@@ -67,19 +61,17 @@ class RedisSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="Seconds after which a chunk is gone. Unset: until the server evicts it."),
     ] = None
     part_size: Annotated[
-        int,
+        Size,
         Meta(
-            extra={"kind": SIZE},
             description="What is larger is stored in parts of this size; it must be below the server's "
-            "proto-max-bulk-len (512MiB unless changed).",
+            "proto-max-bulk-len (512MiB unless changed)."
         ),
     ] = DEFAULT_PART_BYTES
     write_limit: Annotated[
-        int | None,
+        Size | None,
         Meta(
-            extra={"kind": SIZE},
             description="The most that is written, a second, by this engine; chunks beyond are not stored this time. "
-            "Keeps the network free for reading. Unset: no limit.",
+            "Keeps the network free for reading. Unset: no limit."
         ),
     ] = None
     timeout_ms: Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from kvstow.fields.kinds import PATHS, SIZE, PolicyName
+from kvstow.fields.kinds import Paths, PolicyName, Size
 
 FILE_STAGING_BYTES: Final = (
     256 << 20
@@ -26,27 +26,24 @@ class DirectSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = None
     path: Annotated[
-        tuple[str, ...] | None,
+        Paths | None,
         Meta(
-            extra={"kind": PATHS},
             description="For `file`: a directory, in which each rank has a file; or a file or block device for each "
-            "rank, in their order. Preallocated, on local NVMe.",
+            "rank, in their order. Preallocated, on local NVMe."
         ),
     ] = None
     size: Annotated[
-        int | None,
+        Size | None,
         Meta(
-            extra={"kind": SIZE},
             description="What direct storage holds, per engine: all ranks together. Needed with files. Unset: of block "
-            "devices the whole; with `rds` NVMe until there is no more.",
+            "devices the whole; with `rds` NVMe until there is no more."
         ),
     ] = None
     staging_size: Annotated[
-        int | None,
+        Size | None,
         Meta(
-            extra={"kind": SIZE},
             description="Memory through which KV passes, all ranks together: host memory with `file`, the device's "
-            "with `rds`. Unset: of each rank 256MiB with `file`, 2GiB with `rds`, or four chunks if that is more.",
+            "with `rds`. Unset: of each rank 256MiB with `file`, 2GiB with `rds`, or four chunks if that is more."
         ),
     ] = None
     max_chunks: Annotated[

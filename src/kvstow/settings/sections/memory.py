@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-from kvstow.fields.kinds import SIZE, PolicyName
+from kvstow.fields.kinds import PolicyName, Size
 
 DEFAULT_MEMORY_BYTES: Final = 5_000_000_000
 
@@ -15,11 +15,10 @@ class MemorySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The host-memory tier: shared memory that all ranks of one engine copy to and from."""
 
     size: Annotated[
-        int,
+        Size,
         Meta(
-            extra={"kind": SIZE},
             description="Host memory for KV, per engine: all tensor and pipeline parallel ranks together, not each. "
-            "Several data parallel engines on one host take this much each.",
+            "Several data parallel engines on one host take this much each."
         ),
     ] = DEFAULT_MEMORY_BYTES
     policy: Annotated[
