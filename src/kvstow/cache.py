@@ -22,9 +22,9 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from kvstow import frame
-from kvstow.fetch.estimates import Costs
-from kvstow.fetch.fetch import Fetches
-from kvstow.fetch.judge import Judge
+from kvstow.fetch.decide import FetchRules
+from kvstow.fetch.estimates import Estimates
+from kvstow.fetch.execute import Fetcher
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
@@ -89,22 +89,16 @@ class Cache:
         self._sealer = sealer
         self._work_deadline_s = work_deadline_s
         self._integrity_key = integrity_key
-        self._index = Index(pool, policy, metrics)
-        self._costs = Costs(len(self._tiers), layout.chunk_tokens, min_tokens=fetch_min_tokens)
-        sizes = [group.frame_bytes for group in layout.groups]
-        self._fetches = Fetches(
-            self._index,
+        self.index = Index(pool, policy, metrics)
+        self.estimates = Estimates(len(self._tiers))
+        self.fetcher = Fetcher(
+            self.index,
             self._tiers,
             clock=clock,
             metrics=metrics,
-            judge=Judge(
-                self._tiers,
-                self._costs,
-                sizes,
-                clock=clock,
-                metrics=metrics,
-                deadline_s=fetch_deadline_s,
-            ),
+            estimates=self.estimates,
+            rules=FetchRules(layout.chunk_tokens, fetch_min_tokens, fetch_deadline_s),
+            chunk_bytes=[group.frame_bytes for group in layout.groups],
             max_slots=max(1, int(pool.slots * max_fetch_share)),
         )
         self._writes = WriteThrough(
@@ -130,7 +124,7 @@ class Cache:
     @property
     def version(self) -> int:
         """Changes whenever a key becomes findable, or stops being so, or starts being filled."""
-        return self._index.version
+        return self.index.version
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -139,7 +133,7 @@ class Cache:
 
         Touches every resident chunk of ``keys``. Takes no lease and starts nothing.
         """
-        end = self._index.lookup(keys, start)
+        end = self.index.lookup(keys, start)
         return Lookup(Found.HIT if end > start else Found.MISS, end)
 
     def fetch(self, owner: str, keys: Sequence[ChunkKey], start: int = 0) -> Lookup:
@@ -151,17 +145,21 @@ class Cache:
         come has come, it gets HIT or MISS at once. Chunks fetched for it are pinned until ``hold``, ``forget`` or
         its deadline.
         """
-        wait = self._fetches.get(owner)
+        wait = self.fetcher.get(owner)
         if wait is None:
             found = self._remembered(owner, keys, start)
             if found.chunks >= len(keys) or not self._may_come(keys[found.chunks]):
                 return found
-            wait = self._fetches.ask(owner, keys, start)
-        elif not wait.asks(keys, start):
-            wait = self._fetches.ask(owner, keys, start)
-        if wait.pending and self._clock.monotonic() - self._polled_s >= POLL_AGAIN_S:
-            self._take_calls()
-        self._fetches.refresh(wait)
+            wait = self.fetcher.ask(owner, keys, start)
+        elif not wait.wants(keys, start):
+            wait = self.fetcher.ask(owner, keys, start)
+        if wait.pending:
+            now = self._clock.monotonic()
+            # What has arrived must be known before a wait is given up.
+            if now - self._polled_s >= POLL_AGAIN_S or wait.deadline_s <= now:
+                self._take_results()
+                self.fetcher.poll()
+        self.fetcher.refresh(wait)
         return (
             Lookup(Found.PENDING, wait.cursor)
             if wait.pending
@@ -171,28 +169,28 @@ class Cache:
     def _remembered(self, owner: str, keys: Sequence[ChunkKey], start: int) -> Lookup:
         """``lookup``, at once for the owner that asked last if nothing has changed: the head of vLLM's waiting
         queue is asked some 500 times a second when it cannot be admitted."""
-        asked = (owner, start, len(keys), keys[-1] if keys else None, self._index.version)
+        asked = (owner, start, len(keys), keys[-1] if keys else None, self.index.version)
         if self._memo is None or self._memo[0] != asked:
             self._memo = asked, self.lookup(keys, start)
         return self._memo[1]
 
     def _may_come(self, key: ChunkKey) -> bool:
-        return self._index.filling(key) is not None or any(tier.usable for tier in self._tiers)
+        return self.index.filling(key) is not None or any(tier.usable for tier in self._tiers)
 
     def origins(self, owner: str) -> Mapping[str, int]:
         """How many chunks were fetched for ``owner``, by tier; empty once it was held or forgotten."""
-        wait = self._fetches.get(owner)
+        wait = self.fetcher.get(owner)
         return {} if wait is None else wait.origins
 
     def hold(self, owner: str, keys: Sequence[ChunkKey]) -> list[Lease]:
         """Leases on the leading resident chunks of ``keys``, perhaps fewer than a lookup said. Forgets ``owner``."""
         leases: list[Lease] = []
         for key in keys:
-            lease = self._index.pin(key)
+            lease = self.index.pin(key)
             if lease is None:
                 break
             leases.append(lease)
-        self._fetches.forget(owner)
+        self.fetcher.forget(owner)
         return leases
 
     @property
@@ -202,11 +200,11 @@ class Cache:
 
     def lossy(self, key: ChunkKey) -> bool:
         """Whether what the pool has of ``key`` went through a lossy codec."""
-        return self._index.lossy(key)
+        return self.index.lossy(key)
 
     def forget(self, owner: str) -> None:
         """``owner`` needs nothing any more: release what is pinned for it. Idempotent."""
-        self._fetches.forget(owner)
+        self.fetcher.forget(owner)
 
     # --- storing --------------------------------------------------------------------------------------------------
 
@@ -216,7 +214,7 @@ class Cache:
         A tier that is bypassed holds nothing, and one with a lossy codec holds no exact copies.
         """
         tiers = [tier for tier in self._tiers if tier.exact and tier.usable]
-        absent = self._index.absent(keys)
+        absent = self.index.absent(keys)
         return (
             [i for i in absent if not any(tier.holds(keys[i]) for tier in tiers)]
             if tiers
@@ -229,9 +227,9 @@ class Cache:
 
         ``commit`` it once every rank has filled its part; released uncommitted, it aborts.
         """
-        if not self._index.absent((key,)):
+        if not self.index.absent((key,)):
             return None
-        lease = self._index.reserve(key, parent, tokens, fetching=False)
+        lease = self.index.reserve(key, parent, tokens, fetching=False)
         if lease is None:
             self._metrics.count("refused_chunks", tier=self.place_tier, reason="pool_full")
         self._reserved_s = self._clock.monotonic()
@@ -243,7 +241,7 @@ class Cache:
         The lease stays a pin and is released by the caller. A lease from before a ``reset`` is released here, and
         nothing is published.
         """
-        filling = self._index.publish(lease)
+        filling = self.index.publish(lease)
         if filling is None:
             lease.release()
             return
@@ -262,7 +260,7 @@ class Cache:
 
     def failed(self, lease: Lease) -> None:
         """A worker could not fill or read this slot: its chunk is a miss from now on."""
-        self._index.drop(lease)
+        self.index.drop(lease)
         self._pool.spoil(lease.slot)
 
     # --- time -----------------------------------------------------------------------------------------------------
@@ -274,26 +272,26 @@ class Cache:
 
     def backlog(self, prefill_tokens: int) -> None:
         """So many prompt tokens vLLM has admitted and not computed: they come before those of who asks now."""
-        self._costs.backlog_tokens = prefill_tokens
+        self.estimates.backlog_tokens = prefill_tokens
 
     def stepped(self, prefill_tokens: int, seconds: float) -> None:
         """A step of vLLM took ``seconds`` and computed so many prompt tokens: what loading is measured against."""
-        self._costs.stepped(prefill_tokens, seconds)
-        if prefill_tokens and (each_s := self._costs.prefill_s) is not None:
+        self.estimates.observe_step(prefill_tokens, seconds)
+        if prefill_tokens and (each_s := self.estimates.prefill_s) is not None:
             self._metrics.gauge("prefill_seconds_per_token", each_s)
 
     def poll(self) -> None:
         """Take what workers have finished, and let deadlines pass. Call it every step."""
-        self._take_calls()
+        self._take_results()
         if self._sealer.outstanding:
             self._sealer.poll()
         if self._writes:
             self._writes.poll()
-        self._fetches.poll()
+        self.fetcher.poll()
         self._pool.poll()
         self.show()
 
-    def _take_calls(self) -> None:
+    def _take_results(self) -> None:
         self._polled_s = self._clock.monotonic()
         for tier in self._tiers:
             tier.poll()
@@ -314,7 +312,7 @@ class Cache:
         if any(tier.busy() for tier in self._tiers) or self._writes.busy() or self._pool.busy():
             return True
         recent = self._clock.monotonic() - self._reserved_s < self._work_deadline_s
-        return self._index.reserved > 0 and recent
+        return self.index.reserved > 0 and recent
 
     def reset(self) -> None:
         """Nothing that was stored is found any more, and nothing under way is published.
@@ -322,8 +320,8 @@ class Cache:
         Leases stay good. Lower tiers are not touched: after a reset the caller's keys are in another namespace.
         """
         self._writes.cancel()
-        self._fetches.reset()
-        self._index.reset()
+        self.fetcher.reset()
+        self.index.reset()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is being sealed, written or read. False: ``timeout_s`` passed first."""
@@ -343,7 +341,7 @@ class Cache:
         """``drain``, then give everything back. What hangs is left behind in its (daemon) thread."""
         deadline_s = self._clock.monotonic() + timeout_s
         self.drain(timeout_s)
-        self._fetches.reset()
+        self.fetcher.reset()
         self._writes.cancel()
         left_s = max(LEAST_JOIN_S, deadline_s - self._clock.monotonic())
         self._sealer.close(left_s)

@@ -96,7 +96,7 @@ class Node:
 def main(path: str, seed: int) -> None:
     rng = random.Random(seed)
     node = Node(path)
-    print("ready", len(node.engine._index), flush=True)
+    print("ready", len(node.engine.index), flush=True)
     while True:
         i = rng.randrange(KEYS)
         if rng.random() < 0.7:

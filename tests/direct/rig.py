@@ -141,7 +141,7 @@ class Rig:
         return ends
 
     def found(self, *numbers: int) -> list[int]:
-        return [number for number in numbers if self.engine._index.resident(key(number))]
+        return [number for number in numbers if self.engine.index.resident(key(number))]
 
     def settle(self) -> None:
         """Until the table is on its way to the disk no more."""

@@ -38,7 +38,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def slot_of(rig: Rig, number: int) -> int:
-    return rig.engine._index._resident[key(number)]
+    return rig.engine.index._resident[key(number)]
 
 
 def extent(rig: Rig, shard: int, slot: int) -> int:

@@ -33,11 +33,11 @@ DAMAGED = 3  # the prompt whose second chunk is harmed
 
 def damage(llm: Any, folder: Path) -> None:
     """Flip a bit of a chunk's payload."""
-    engine = side_of(llm)._engine
+    cache = side_of(llm)._cache
     [file] = folder.iterdir()
-    keys = list(engine._index._resident)
-    slot = engine._index._resident[keys[DAMAGED * (LENGTH // CHUNK_TOKENS) + 1]]
-    geometry = engine._pool._geometry
+    keys = list(cache.index._resident)
+    slot = cache.index._resident[keys[DAMAGED * (LENGTH // CHUNK_TOKENS) + 1]]
+    geometry = cache._pool._geometry
     with file.open("r+b") as opened:
         opened.seek(geometry.offsets[0] + slot * geometry.extent_bytes[0] + 9000)
         byte = opened.read(1)
@@ -58,7 +58,7 @@ def main(folder: str, out: str) -> None:
     drain(llm)
     after = run(llm, [prompt(LENGTH, DAMAGED)])[0]
     drain(llm)
-    pool = side_of(llm)._engine._pool
+    pool = side_of(llm)._cache._pool
     pool.check_integrity()
     seen = {
         "first": first,

@@ -115,12 +115,12 @@ def pressure() -> dict[str, Any]:
         different.append([i for i, o in enumerate(outputs) if o["tokens"] != reference[i]])
         drain(llm)
         assert scheduler_of(llm).reset_prefix_cache()
-    side_of(llm)._engine._pool.check_integrity()
+    side_of(llm)._cache._pool.check_integrity()
     return {
         "different": different,
         "wrong_pages": oracle.wrong,
         "pages_loaded": oracle.loaded,
-        "leased": side_of(llm)._engine._pool.leased,
+        "leased": side_of(llm)._cache._pool.leased,
         "counters": counters(llm),
         "chunks_needed": need,
         "second_turn": _second_turn(llm),
@@ -192,7 +192,7 @@ def _lossy(llm: Any, folder: Path) -> dict[str, Any]:
     anew = {"kv_transfer_params": {"kvstow.skip_load": True}}
     for name, params in (("restored", {}), ("continued", {}), ("exact", anew)):
         if name != "continued":
-            side_of(llm)._engine._index.reset()
+            side_of(llm)._cache.index.reset()
             assert scheduler_of(llm).reset_prefix_cache()
         rows[name] = likely(llm, longer if name == "continued" else tokens, params)
         drain(llm)
@@ -220,7 +220,7 @@ def tensor_parallel() -> dict[str, Any]:
             scheduler_of(llm).reset_prefix_cache()
         rows.append([run(llm, [p], TOKENS)[0] for p in tokens])
         drain(llm)
-    pool = side_of(llm)._engine._pool
+    pool = side_of(llm)._cache._pool
     return {
         "different": [
             i

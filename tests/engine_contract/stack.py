@@ -269,7 +269,7 @@ class Stack:
             f"{self.pool.leased} slots are leased while nothing is under way"
         )
         assert not self.cache.busy()
-        assert not self.cache._fetches._waits, "somebody still waits for a fetch"
+        assert self.cache.fetcher.owners == 0, "somebody still waits for a fetch"
         assert not self.side._jobs._sent
         assert not self.side._without_room
         assert not self.side._tracked, f"still remembered: {list(self.side._tracked)}"

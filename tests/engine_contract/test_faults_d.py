@@ -319,14 +319,14 @@ def test_d10_never_admitted(caplog: pytest.LogCaptureFixture) -> None:
     sim.engine.pool.forget_cached()
     sim.engine.rules.refuse_allocation = 1.0
     lookups = 0
-    look = sim.stack.cache._index.lookup
+    look = sim.stack.cache.index.lookup
 
     def counted(*args: Any) -> Any:
         nonlocal lookups
         lookups += 1
         return look(*args)
 
-    sim.stack.cache._index.lookup = counted  # type: ignore[method-assign]
+    sim.stack.cache.index.lookup = counted  # type: ignore[method-assign]
     sim.add("big", tokens)
     caplog.set_level(logging.INFO, logger="kvstow")
     for _ in range(2000):

@@ -17,7 +17,7 @@ from tests.engine_contract.stack import Shape, kv_cache_config, vllm_config
 
 def forget_memory(sim: Sim) -> None:
     """Everything leaves the pool and the engine's own cache; the lower tier keeps it."""
-    sim.stack.cache._index.reset()
+    sim.stack.cache.index.reset()
     sim.engine.pool.forget_cached()
 
 

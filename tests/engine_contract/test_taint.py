@@ -125,7 +125,7 @@ class World:
         And no request is thought tainted that is not.
         """
         stack = self.driver.stack
-        index, pool = stack.cache._index, stack.pool
+        index, pool = stack.cache.index, stack.pool
         for key, slot in index._resident.items():
             with pool.lease(slot) as lease:
                 marks = [marked(words_in(span)) for span in lease.spans()]
@@ -218,7 +218,7 @@ def serve(world: World, req_id: str, tokens: list[int], **options: Any) -> None:
 
 def forget_the_pool(world: World) -> None:
     """Everything is evicted; the lower tiers keep what they have."""
-    world.driver.stack.cache._index.reset()
+    world.driver.stack.cache.index.reset()
 
 
 def drop_the_engines_own(world: World) -> None:
@@ -233,7 +233,7 @@ def test_a_chunk_computed_anew_on_an_exact_prefix_replaces_the_lossy_one() -> No
     tokens = prompt(100)
     serve(world, "first", tokens)
     index, keys = (
-        world.driver.stack.cache._index,
+        world.driver.stack.cache.index,
         world.driver.stack.keys(world.driver.requests["first"])[:6],
     )
     forget_the_pool(world)
@@ -283,7 +283,7 @@ def test_blocks_computed_on_a_lossy_prefix_taint_when_that_prefix_has_become_exa
     forget_the_pool(world)
     world.stores[0]._values.clear()
     serve(world, "third", tokens[:33])
-    index = world.driver.stack.cache._index
+    index = world.driver.stack.cache.index
     assert len(index) == 2
     serve(world, "fourth", [*tokens[:96], *prompt(40, 1)])
     assert len(index) == 2, (

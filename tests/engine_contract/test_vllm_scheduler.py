@@ -114,7 +114,7 @@ def stored(driver: Driver, prompts: Sequence[Sequence[int]], *lower: int) -> Non
     engine = driver.stack.cache
     for i in lower:
         for lease in engine.hold("", driver.stack.keys(driver.requests[f"stored{i}"])):
-            engine._index.drop(lease)
+            engine.index.drop(lease)
             lease.release()
 
 

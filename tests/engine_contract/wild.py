@@ -35,7 +35,7 @@ from kvstow.backends.disk.admission import SecondSight
 from kvstow.build import codec as build_codec
 from kvstow.codec.shape import KVShape
 from kvstow.errors import StoreRefused, StoreUnavailable
-from kvstow.fetch.judge import EXPLORE_LIMIT_S
+from kvstow.fetch.decide import EXPLORE_AFTER_S
 from kvstow.key import ChunkKey
 from kvstow.pool.policy.lru import LRU
 from kvstow.pool.policy.s3fifo import S3FIFO
@@ -417,7 +417,7 @@ class Wild(Driver):
 
     def forget_the_pool(self) -> None:
         """Everything is evicted that can be; what lower tiers have stays there."""
-        index = self.stack.cache._index
+        index = self.stack.cache.index
         for key in [key for key in index._resident if index._evictable(key)]:
             lease = index.pin(key)
             assert lease is not None
@@ -436,22 +436,18 @@ class Wild(Driver):
         super().settle(chance)
 
     def check_idle(self) -> None:
-        self.stack.clock.advance(
-            EXPLORE_LIMIT_S
-        )  # what is read for nobody is forgotten then, at the next step
+        # Reads for a tier's estimate are given up then, at the next step.
+        self.stack.clock.advance(EXPLORE_AFTER_S)
         self.stack.cache.poll()
         super().check_idle()
         engine = self.stack.cache
-        assert not engine._fetches._flights, "flights without owners"
-        assert not engine._fetches._open
+        assert engine.fetcher.flights == 0, "flights without owners"
+        assert engine.fetcher.open_waits == 0
         assert not engine._writes
-        assert not engine._index.reserved
-        assert not engine._index._filling
-        for queue in engine._fetches._judge._queues:
-            assert (queue.reading, queue.promised, len(queue.reads)) == (0, 0, 0), (
-                "a tier's queue is miscounted"
-            )
-        for tier in engine._tiers:
+        assert not engine.index.reserved
+        assert not engine.index._filling
+        for number, tier in enumerate(engine._tiers):
+            assert engine.fetcher.pending_bytes(number) == 0, "a tier's queue is miscounted"
             assert not tier._calls
             counts = (tier._read_bytes, tier._queued_bytes, tier._queued_writes)
             assert counts == (0, 0, 0), "a tier's bytes are miscounted"
@@ -472,7 +468,7 @@ class Wild(Driver):
             )
         waits = sum(cell[1] for cell in histograms.get("wait_seconds", ()))
         assert waits == stack.counter("waits"), "waits that began and that ended"
-        assert len(stack.cache._index) == stack.pool.slots - stack.pool.free
+        assert len(stack.cache.index) == stack.pool.slots - stack.pool.free
 
 
 def make_adapters(folder: Path) -> list[str]:

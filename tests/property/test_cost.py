@@ -8,17 +8,11 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow.fetch.estimates import ASSUMED_PREFILL_S, WIN, Costs, Line
+from kvstow.fetch.decide import MARGIN, FetchRules, Snapshot, worthwhile_chunks
+from kvstow.fetch.estimates import LinearEstimate
 from tests.unit.rig import FRAME_BYTES, TOKENS, Rig
 
 seconds = st.one_of(st.just(0.0), st.floats(1e-6, 10.0))
-
-
-def learned(prefill_s: float, chunk_tokens: int = 16, backlog: int = 0) -> Costs:
-    costs = Costs(1, chunk_tokens)
-    costs.stepped(1024, 1024 * prefill_s)
-    costs.backlog_tokens = backlog
-    return costs
 
 
 def first_token(ready: list[float], count: int, chunk: Fraction, backlog: Fraction) -> Fraction:
@@ -31,12 +25,11 @@ def first_token(ready: list[float], count: int, chunk: Fraction, backlog: Fracti
 @settings(max_examples=400, deadline=None)
 @given(st.lists(seconds, max_size=12), st.floats(1e-6, 0.1), st.sampled_from([0, 0, 100, 5000]))
 def test_the_plan_is_the_best_of_all(ready: list[float], prefill_s: float, backlog: int) -> None:
-    costs = learned(prefill_s, backlog=backlog)
-    each = costs.prefill_s
-    assert each is not None
-    chunk, begins = Fraction(WIN) * Fraction(each) * 16, Fraction(each) * backlog
+    chunk = Fraction(MARGIN) * Fraction(prefill_s) * 16
+    begins = Fraction(prefill_s) * backlog
     times = [first_token(ready, count, chunk, begins) for count in range(len(ready) + 1)]
-    chosen = costs.plan(list(ready))
+    snapshot = Snapshot(FetchRules(16), (), (), prefill_s=prefill_s, backlog_tokens=backlog)
+    chosen = worthwhile_chunks(snapshot, ready)
     assert float(times[chosen] - min(times)) <= 1e-9 * float(max(times))
     if chosen:
         assert times[chosen] < times[0], "a load that saves nothing was chosen"
@@ -59,13 +52,13 @@ def test_what_is_read_is_what_pays(
         rig.put_below(*below)
     rig.put(*(i for i, place in enumerate(places) if place == "memory"))
     rig.settle()
-    costs = rig.engine._costs
+    estimates = rig.engine.estimates
     rig.engine.stepped(1024, 1024 * prefill_s)
-    line = costs.reads[0]
+    line = estimates.reads[0]
     for _ in range(60):
         for size in (1, 8):
             line.observe(size * FRAME_BYTES, fixed_s + size * chunk_s)
-    each = costs.prefill_s
+    each = estimates.prefill_s
     assert each is not None
 
     run = places.index("nowhere") if "nowhere" in places else len(places)
@@ -74,11 +67,11 @@ def test_what_is_read_is_what_pays(
     for place in places[start:run]:
         read += place == "below"
         ready.append(line.seconds(read * FRAME_BYTES) if place == "below" else 0.0)
-    chunk = Fraction(WIN) * Fraction(each) * TOKENS
+    chunk = Fraction(MARGIN) * Fraction(each) * TOKENS
     times = [first_token(ready, count, chunk, Fraction(0)) for count in range(len(ready) + 1)]
     best = min(range(len(times)), key=lambda count: times[count])
     missing = sum(place != "memory" for place in places[start:])
-    hopeless = line.seconds(missing * FRAME_BYTES) > WIN * each * TOKENS * (len(places) - start)
+    hopeless = line.seconds(missing * FRAME_BYTES) > MARGIN * each * TOKENS * (len(places) - start)
 
     rig.fetch("r", *range(len(places)))
     rig.settle()
@@ -97,7 +90,7 @@ def test_what_is_read_is_what_pays(
 @given(st.floats(0.0, 0.05), st.floats(1e-10, 1e-7), st.integers(0, 1000))
 def test_a_line_comes_near_any_tier(fixed_s: float, byte_s: float, seed: int) -> None:
     rng = random.Random(seed)
-    line = Line()
+    line = LinearEstimate()
     for _ in range(80):
         size = rng.randrange(1 << 20, 64 << 20)
         line.observe(size, (fixed_s + byte_s * size) * rng.uniform(0.8, 1.2))
@@ -110,7 +103,7 @@ def test_a_line_comes_near_any_tier(fixed_s: float, byte_s: float, seed: int) ->
 @given(st.sampled_from([0.001, 0.01, 0.1, 10.0, 100.0, 1000.0]), st.integers(0, 1000))
 def test_a_change_of_speed_is_noticed_within_a_few_reads(factor: float, seed: int) -> None:
     rng = random.Random(seed)
-    line = Line()
+    line = LinearEstimate()
     for _ in range(50):
         size = rng.randrange(1 << 20, 64 << 20)
         line.observe(size, 0.001 + 1e-9 * size)
@@ -122,13 +115,3 @@ def test_a_change_of_speed_is_noticed_within_a_few_reads(factor: float, seed: in
     assert count <= (32 if factor > 1 else 10), (
         f"{count} reads to learn that it is {factor} times as slow"
     )
-
-
-def test_without_an_estimate_of_computing_a_first_wait_is_for_all_and_the_next_for_what_is_fast() -> (
-    None
-):
-    costs = Costs(1, 16)
-    slow, fast = 2 * 16 * ASSUMED_PREFILL_S, 0.5 * 16 * ASSUMED_PREFILL_S
-    assert costs.plan([slow, 2 * slow]) == 2
-    assert costs.plan([slow, 2 * slow], going_on=True) == 0
-    assert costs.plan([fast, 2 * fast], going_on=True) == 2

@@ -110,7 +110,7 @@ class Machine:
         elif ends == "fail":
             self.engine.failed(lease)
         lease.release()
-        assert self.engine._index.resident(key) == (ends == "commit")
+        assert self.engine.index.resident(key) == (ends == "commit")
 
     def load(self, number: int) -> None:
         key = self._key(number)
@@ -120,7 +120,7 @@ class Machine:
                 assert self.lost, "an untouched extent can't be read"
                 self.misses += 1
                 self.engine.failed(lease)
-                assert not self.engine._index.resident(key)
+                assert not self.engine.index.resident(key)
             else:
                 assert data in self.written[key]
                 self.loads += 1
@@ -148,7 +148,7 @@ class Machine:
     def reset(self) -> None:
         self.namespace = self.namespace.derive("reset", b"")
         self.engine.reset()
-        assert len(self.engine._index) == 0
+        assert len(self.engine.index) == 0
 
     def poll(self) -> None:
         self.engine.poll()
@@ -156,7 +156,7 @@ class Machine:
 
     def restart(self, *, flushed: bool) -> None:
         """``flushed`` or killed. Nothing is lost in the first case."""
-        resident = set(self.engine._index._resident)
+        resident = set(self.engine.index._resident)
         if flushed:
             self.engine.close(5.0)
         else:
@@ -164,7 +164,7 @@ class Machine:
         self.held.clear()
         self._open()
         if flushed and not self.lost:
-            assert set(self.engine._index._resident) == resident
+            assert set(self.engine.index._resident) == resident
 
     def flush(self) -> None:
         """As the drive and the kernel do when they like."""

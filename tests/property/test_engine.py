@@ -263,8 +263,8 @@ class World:
         self.rig.settle()
         self.look_back()
         self.rig.assert_idle()
-        for queue in self.engine._fetches._judge._queues:
-            assert (queue.reading, queue.promised, queue.reads) == (0, 0, {})
+        for tier in range(len(self.rig.tiers)):
+            assert self.engine.fetcher.pending_bytes(tier) == 0
         for ledger in self.ledgers:
             check_whole(ledger)
         if self.ledgers:

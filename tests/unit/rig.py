@@ -133,7 +133,7 @@ class Rig:
         """Leading chunks in the pool, without touching any."""
         count = 0
         for i in numbers:
-            if not self.engine._index.resident(key(i)):
+            if not self.engine.index.resident(key(i)):
                 break
             count += 1
         return count
@@ -162,9 +162,9 @@ class Rig:
         """Nothing is pinned or under way, and every slot is accounted for."""
         self.pool.check_integrity()
         assert self.pool.leased == 0
-        assert self.pool.free + len(self.engine._index) == self.pool.slots
-        assert len(self.policy) == len(self.engine._index)
-        assert not self.engine._fetches._flights
+        assert self.pool.free + len(self.engine.index) == self.pool.slots
+        assert len(self.policy) == len(self.engine.index)
+        assert self.engine.fetcher.flights == 0
         assert not self.engine.busy()
 
 

@@ -1,1 +1,1 @@
-"""Transfers in flight between the pool and lower tiers: single flight, owners' waits, deadlines."""
+"""Fetching from lower tiers into the pool: estimates, a pure decision, and the executor that applies it."""

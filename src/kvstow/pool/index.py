@@ -19,7 +19,7 @@ from kvstow.pool.slots import Lease, Slots
 MEMORY = "memory"  # the pool's name among the tiers
 
 
-class Got(IntEnum):
+class ReadOutcome(IntEnum):
     """What a tier's read gave for one key. Only a miss is false."""
 
     MISS = 0

@@ -16,7 +16,7 @@ from kvstow.backends.limits import TierLimits
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics
-from kvstow.pool.index import Got
+from kvstow.pool.index import ReadOutcome
 from kvstow.pool.pool import Lease
 from kvstow.runtime import Clock, Executor
 from kvstow.tiers.breaker import Breaker, BreakerState
@@ -186,7 +186,7 @@ class Tier:
         return max(1, self.limits.read_batch_bytes // self._frame_bytes(group))
 
     def read(
-        self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[Got]], None]
+        self, items: Sequence[tuple[ChunkKey, Lease]], then: Callable[[list[ReadOutcome]], None]
     ) -> Call | None:
         """Fill the leased slots.
 
@@ -204,10 +204,10 @@ class Tier:
                 self._health.failed(READ, len(keys), error)
                 for key in keys:  # what can't be read must be stored anew when it is computed
                     self._learn(key, False)
-                then([Got.MISS] * len(keys))
+                then([ReadOutcome.MISS] * len(keys))
             else:
                 self._ended_read(call, keys, results)
-                then([result.got for result in results])
+                then([result.outcome for result in results])
 
         def give_up() -> None:
             self._read_bytes -= size
@@ -222,12 +222,12 @@ class Tier:
     ) -> None:
         metrics = self._metrics
         for key, result in zip(keys, results, strict=True):
-            self._learn(key, result.got is not Got.MISS)
+            self._learn(key, result.outcome is not ReadOutcome.MISS)
             if result.unusable is Unusable.CORRUPT:
                 metrics.count("corrupt_chunks", tier=self.name)
             elif result.unusable is not None:
                 metrics.count("failed_chunks", tier=self.name, reason=result.unusable.value)
-        loaded = [result for result in results if result.got is not Got.MISS]
+        loaded = [result for result in results if result.outcome is not ReadOutcome.MISS]
         if loaded:
             size = sum(result.length for result in loaded)
             decode_s = sum(result.decode_s for result in loaded)

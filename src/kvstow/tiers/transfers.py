@@ -12,7 +12,7 @@ from kvstow.backends.base import REJECTED, Done, MaintainedStore, Missing, Outco
 from kvstow.errors import FrameError, StoreError
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout
-from kvstow.pool.index import Got
+from kvstow.pool.index import ReadOutcome
 from kvstow.runtime import Clock
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ReadResult(NamedTuple):
     number of bytes that came from the store, ``decode_s`` the seconds that decoding took.
     """
 
-    got: Got
+    outcome: ReadOutcome
     unusable: Unusable | None = None
     length: int = 0
     decode_s: float = 0.0
@@ -107,9 +107,9 @@ class FrameTransfers:
     def _check(self, key: ChunkKey, view: memoryview, outcome: Outcome) -> ReadResult:
         """Check and decode what was read into ``view``."""
         if isinstance(outcome, Missing):
-            return ReadResult(Got.MISS)
+            return ReadResult(ReadOutcome.MISS)
         if not isinstance(outcome, Done):  # longer than a frame of this key can be
-            return ReadResult(Got.MISS, Unusable.CORRUPT)
+            return ReadResult(ReadOutcome.MISS, Unusable.CORRUPT)
         length = outcome.length
         coder = self.coder
         decode_s = 0.0
@@ -123,16 +123,18 @@ class FrameTransfers:
                 coded=True,
             )
             if header.lossy and (coder is None or not coder.lossy):
-                return ReadResult(Got.MISS, Unusable.LOSSY, length)
+                return ReadResult(ReadOutcome.MISS, Unusable.LOSSY, length)
             if header.codec_id != frame.RAW:
                 if coder is None or not coder.knows(header):
-                    return ReadResult(Got.MISS, Unusable.CODEC, length)
+                    return ReadResult(ReadOutcome.MISS, Unusable.CODEC, length)
                 began_s = self._clock.monotonic()
                 coder.decode(view, header)
                 decode_s = self._clock.monotonic() - began_s
         except FrameError:
-            return ReadResult(Got.MISS, Unusable.CORRUPT, length)
-        return ReadResult(Got.LOSSY if header.lossy else Got.EXACT, None, length, decode_s)
+            return ReadResult(ReadOutcome.MISS, Unusable.CORRUPT, length)
+        return ReadResult(
+            ReadOutcome.LOSSY if header.lossy else ReadOutcome.EXACT, None, length, decode_s
+        )
 
     def write(self, key: ChunkKey, view: memoryview) -> WriteResult:
         """Write a sealed frame, encoded if the tier has a codec. Raises what the store raises.

@@ -10,7 +10,8 @@ from kvstow.key import ChunkKey
 from kvstow.metrics import Metrics
 from kvstow.pool.pool import Lease
 from kvstow.runtime import Clock, Executor
-from kvstow.tiers.base import Call, Lower
+from kvstow.tiers.call import Call
+from kvstow.tiers.tier import Tier
 
 Seal = Callable[[], object]
 
@@ -34,7 +35,7 @@ class WriteThrough:
 
     def __init__(
         self,
-        tiers: Sequence[Lower],
+        tiers: Sequence[Tier],
         sealer: Executor,
         *,
         clock: Clock,

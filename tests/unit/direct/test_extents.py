@@ -86,12 +86,12 @@ class Rig:
             lease.release()
 
     def found(self) -> list[int]:
-        return [number for number in range(100) if self.engine._index.resident(key(number))]
+        return [number for number in range(100) if self.engine.index.resident(key(number))]
 
     def check(self) -> None:
         self.extents.check_integrity()
         assert self.extents.leased == 0
-        assert self.extents.free + len(self.engine._index) == self.extents.slots
+        assert self.extents.free + len(self.engine.index) == self.extents.slots
 
 
 def test_geometry() -> None:

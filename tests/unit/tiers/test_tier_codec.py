@@ -11,7 +11,7 @@ pytest.importorskip("backports.zstd")
 from kvstow import frame
 from kvstow.key import ChunkKey
 from kvstow.metrics import Metrics, merge
-from kvstow.pool.index import Got, Index
+from kvstow.pool.index import Index, ReadOutcome
 from kvstow.pool.policy.lru import LRU
 from kvstow.pool.pool import HostPool
 from kvstow.testing.manual import ManualClock, ManualExecutor
@@ -82,7 +82,7 @@ class One:
         lease.release()
         return bool(wrote[0])
 
-    def read(self, seed: int) -> tuple[Got, tuple[bytes, ...]]:
+    def read(self, seed: int) -> tuple[ReadOutcome, tuple[bytes, ...]]:
         lease, got = self.pool.reserve(), []  # type: ignore[var-annotated]
         assert lease is not None
         self.tier.read([(key(seed), lease)], got.extend)
@@ -108,7 +108,7 @@ def test_what_a_tier_stores_and_gives_back(name: str, integrity_key: bytes | Non
     assert one.write(1)
     assert one.tier.exact != lossy
     got, spans = one.read(1)
-    assert got is (Got.LOSSY if lossy else Got.EXACT)
+    assert got is (ReadOutcome.LOSSY if lossy else ReadOutcome.EXACT)
     assert near(spans, 1)
     assert lossy or spans == payload(1)
     size = len(one.stored(1))
@@ -129,13 +129,13 @@ def test_frames_of_another_setting_are_read_and_lossy_ones_in_exact_tiers_make_r
     got, spans = one.read(1)
     lossy, exact = writer not in ("raw", "lossless"), reader in ("raw", "lossless")
     if lossy and exact:
-        assert got is Got.MISS
+        assert got is ReadOutcome.MISS
         assert one.counter("failed_chunks|t|lossy") == 1
         assert not store.contains([key(1)])[0]
         assert one.write(1), "stored anew, exactly"
-        assert one.read(1) == (Got.EXACT, payload(1))
+        assert one.read(1) == (ReadOutcome.EXACT, payload(1))
     else:
-        assert got is (Got.LOSSY if lossy else Got.EXACT)
+        assert got is (ReadOutcome.LOSSY if lossy else ReadOutcome.EXACT)
         assert near(spans, 1)
     assert not one.removed
     assert not one.counter("corrupt_chunks|t")
@@ -145,7 +145,7 @@ def test_without_codecs_installed_a_coded_frame_is_a_miss_that_makes_room() -> N
     store = MemoryStore()
     assert One("lossless", store).write(1)
     one = One(None, store)
-    assert one.read(1)[0] is Got.MISS
+    assert one.read(1)[0] is ReadOutcome.MISS
     assert one.counter("failed_chunks|t|codec") == 1
     assert not store.contains([key(1)])[0]
 
@@ -161,7 +161,7 @@ def test_a_forged_coded_frame_is_corrupt_and_set_aside() -> None:
         checksum.update(bytes(data[span.offset : span.offset + span.length]))
     frame.write_header(memoryview(data), header, checksum, None)
     one.store._values[key(1)] = bytes(data)
-    assert one.read(1)[0] is Got.MISS
+    assert one.read(1)[0] is ReadOutcome.MISS
     assert one.counter("corrupt_chunks|t") == 1
     assert one.removed == [key(1)]
 
@@ -197,7 +197,7 @@ def test_a15_a_codec_that_fails_is_a_failed_store_and_a_miss(
     monkeypatch.setattr(type(coding._codec), "encode", encode)
     monkeypatch.setattr(type(coding._codec), "decode", broken)
     assert one.write(1)
-    assert one.read(1)[0] is Got.MISS
+    assert one.read(1)[0] is ReadOutcome.MISS
     assert one.counter("failed_chunks|t|error") == 2
 
 

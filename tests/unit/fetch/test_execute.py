@@ -40,14 +40,14 @@ def test_everything_resident_makes_no_state_and_asks_nobody() -> None:
     calls = dict(rig.stores[0].calls)
     assert rig.fetch("r", 1, 2) == hit(2)
     assert rig.stores[0].calls == calls
-    assert rig.engine._fetches.get("r") is None
+    assert rig.engine.fetcher.get("r") is None
     rig.assert_idle()
 
 
 def test_without_tiers_a_miss_is_a_miss_at_once() -> None:
     rig = Rig(tiers=0)
     assert rig.fetch("r", 1) == MISS0
-    assert rig.engine._fetches.get("r") is None
+    assert rig.engine.fetcher.get("r") is None
 
 
 def test_nothing_is_read_behind_a_hole() -> None:
@@ -157,13 +157,13 @@ def test_owners_of_one_long_prompt_do_not_each_walk_it_whenever_a_part_arrives()
     rig.put_below(*chunks)
     for i in range(owners):
         rig.fetch(f"r{i}", *chunks)
-    looks, resident = [0], rig.engine._index.resident
+    looks, resident = [0], rig.engine.index.resident
 
     def look(chunk: ChunkKey) -> bool:
         looks[0] += 1
         return resident(chunk)
 
-    rig.engine._index.resident = look  # type: ignore[method-assign]
+    rig.engine.index.resident = look  # type: ignore[method-assign]
     while rig.executors[0].outstanding:
         rig.executors[0].run_next()
         rig.engine.poll()
@@ -175,16 +175,16 @@ def test_a_retry_does_no_work_while_nothing_changes() -> None:
     rig = Rig()
     rig.put_below(*range(5))
     rig.fetch("r", *range(5))
-    wait = rig.engine._fetches.get("r")
+    wait = rig.engine.fetcher.get("r")
     assert wait is not None
     touched: list[int] = []
     rig.policy.touch_many = lambda ks: touched.append(len(list(ks)))
-    walked = rig.engine._index.resident
-    rig.engine._index.resident = touched.append  # type: ignore[method-assign, assignment]
+    walked = rig.engine.index.resident
+    rig.engine.index.resident = touched.append  # type: ignore[method-assign, assignment]
     for _ in range(1000):
         assert pending(rig, "r", *range(5))
     assert touched == []
-    rig.engine._index.resident = walked  # type: ignore[method-assign]
+    rig.engine.index.resident = walked  # type: ignore[method-assign]
 
 
 def test_pending_while_a_worker_fills_the_next_chunk() -> None:
