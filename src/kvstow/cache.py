@@ -22,9 +22,9 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from kvstow import frame
-from kvstow.fetch.decide import FetchRules
 from kvstow.fetch.estimates import Estimates
 from kvstow.fetch.execute import Fetcher
+from kvstow.fetch.snapshot import FetchRules
 from kvstow.key import ChunkKey
 from kvstow.layout import ChunkLayout
 from kvstow.metrics import Metrics

@@ -8,8 +8,9 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstow.fetch.decide import MARGIN, FetchRules, Snapshot, worthwhile_chunks
+from kvstow.fetch.decide import MARGIN, worthwhile_chunks
 from kvstow.fetch.estimates import LinearEstimate
+from kvstow.fetch.snapshot import FetchRules, Snapshot
 from tests.unit.rig import FRAME_BYTES, TOKENS, Rig
 
 seconds = st.one_of(st.just(0.0), st.floats(1e-6, 10.0))

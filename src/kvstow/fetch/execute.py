@@ -8,42 +8,28 @@ room and the pool a slot.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 
-from kvstow.fetch.decide import (
-    EXPLORE_AFTER_S,
-    GRACE_S,
-    Chunk,
-    ChunkState,
-    Decision,
-    FetchRules,
-    Plan,
-    Snapshot,
-    Verdict,
-    decide,
-    loading_pays_from,
-)
+from kvstow.fetch.decide import EXPLORE_AFTER_S, GRACE_S, decide
 from kvstow.fetch.estimates import Estimates
 from kvstow.fetch.flights import Flight, Probe, Read, Wait
+from kvstow.fetch.observe import awaited_tier, log_verdict, take_snapshot
 from kvstow.fetch.queue import ReadQueue
+from kvstow.fetch.snapshot import ChunkState, Decision, FetchRules, Plan, Snapshot, Verdict
 from kvstow.key import ChunkKey
 from kvstow.metrics import Metrics
-from kvstow.pool.index import MEMORY, Index, ReadOutcome
+from kvstow.pool.index import Index, ReadOutcome
 from kvstow.pool.slots import Lease
 from kvstow.runtime import Clock
 from kvstow.tiers import Tier
-
-logger = logging.getLogger("kvstow")
 
 
 class Fetcher:
     """Fetches chunks for owners that wait. One thread owns it, and no method waits.
 
-    ``chunk_bytes`` has the bytes of a chunk by group. One owner fetches, and so pins, at most
-    ``max_slots`` chunks.
+    ``chunk_bytes`` has a chunk's bytes by group. An owner pins at most ``max_slots`` chunks.
     """
 
     def __init__(
@@ -66,9 +52,8 @@ class Fetcher:
         self._rules = rules
         self._chunk_bytes = chunk_bytes
         self._max_slots = max_slots
-        now = clock.monotonic()
         self._queues = [
-            ReadQueue(tier, read, probe, now)
+            ReadQueue(tier, read, probe, clock.monotonic())
             for tier, read, probe in zip(tiers, estimates.reads, estimates.probes, strict=True)
         ]
         self._flights: dict[ChunkKey, Flight] = {}
@@ -214,45 +199,17 @@ class Fetcher:
     def _decide(self, wait: Wait, *, expired: bool = False) -> None:
         wait.undecided = False
         self._advance(wait)
-        snapshot = self._snapshot(wait, expired=expired)
-        self._apply(wait, snapshot, decide(snapshot))
-
-    def _snapshot(self, wait: Wait, *, expired: bool) -> Snapshot:
-        now = self._clock.monotonic()
-        return Snapshot(
+        snapshot = take_snapshot(
+            wait,
             rules=self._rules,
-            tiers=[queue.state(now) for queue in self._queues],
-            chunks=self._chunks(wait, now),
-            prefill_s=self._estimates.prefill_s,
-            backlog_tokens=self._estimates.backlog_tokens,
-            arrived=sum(wait.origins.values()),
-            elapsed_s=now - wait.began_s,
-            limit_s=None if wait.limit_s is None else wait.limit_s - wait.began_s,
-            compute_s=wait.compute_s,
+            queues=self._queues,
+            flights=self._flights,
+            index=self._index,
+            estimates=self._estimates,
+            now_s=self._clock.monotonic(),
             expired=expired,
-            progress=any(queue.read_since(wait.decided_s) for queue in self._queues),
-            explores=wait.explores,
         )
-
-    def _chunks(self, wait: Wait, now_s: float) -> list[Chunk]:
-        """The wait's chunks from its cursor on."""
-        chunks: list[Chunk] = []
-        index = self._index
-        for key in wait.keys[wait.cursor :]:
-            if index.resident(key) or index.reserving(key):
-                chunks.append(Chunk(key, ChunkState.PRESENT))
-                continue
-            flight = self._flights.get(key)
-            if flight is None or wait not in flight.waits:
-                chunks.append(Chunk(key, ChunkState.ABSENT))
-                continue
-            queue = self._queues[flight.tier]
-            queued = flight in queue.waiting
-            expected_s = None if flight.read is None else queue.expected_s(flight.read, now_s)
-            chunks.append(
-                Chunk(key, flight.stage, flight.tier, flight.size_bytes, queued, expected_s)
-            )
-        return chunks
+        self._apply(wait, snapshot, decide(snapshot))
 
     def _apply(self, wait: Wait, snapshot: Snapshot, plan: Plan) -> None:
         now = self._clock.monotonic()
@@ -284,24 +241,14 @@ class Fetcher:
     def _report(self, wait: Wait, snapshot: Snapshot, verdict: Verdict) -> None:
         name = self._tiers[verdict.tier].name
         self._metrics.count("fetch_decisions", tier=name, decision=verdict.decision)
-        if verdict.decision is not Decision.SHORT and logger.isEnabledFor(logging.DEBUG):
-            size = max(chunk.size_bytes for chunk in snapshot.chunks)
-            least = loading_pays_from(snapshot, verdict.tier, size)
-            logger.debug(
-                "Request %s: tier %s had %d chunks, loading pays from %s; %d are loaded",
-                wait.owner,
-                name,
-                verdict.available,
-                "no number" if least is None else least,
-                verdict.chunks,
-            )
+        log_verdict(wait.owner, name, snapshot, verdict)
 
     def _expire(self, wait: Wait) -> None:
         """Decide whether a wait goes on whose patience is over."""
         if not wait.pending:
             self._close(wait)
             return
-        tier = self._awaited_tier(wait)
+        tier = awaited_tier(wait, self._flights, self._tiers)
         self._decide(wait, expired=True)
         if wait.explores is not None:
             return
@@ -310,15 +257,6 @@ class Fetcher:
         else:
             self._metrics.count("fetch_extensions")
             self._changed[wait] = None
-
-    def _awaited_tier(self, wait: Wait) -> str:
-        """The tier that the next chunk comes from; the pool while the chunk waits for a slot."""
-        for key in wait.keys[wait.cursor :]:
-            flight = self._flights.get(key)
-            if flight is not None and wait in flight.waits:
-                found = flight.stage is ChunkState.FOUND
-                return MEMORY if found else self._tiers[flight.tier].name
-        return MEMORY
 
     def _advance(self, wait: Wait) -> None:
         keys = wait.keys

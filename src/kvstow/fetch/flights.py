@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstow.fetch.decide import ChunkState
+from kvstow.fetch.snapshot import ChunkState
 from kvstow.key import ChunkKey
 from kvstow.pool.slots import Lease
 from kvstow.tiers.call import Call

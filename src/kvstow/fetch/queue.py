@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvstow.fetch.decide import EXPLORE_AFTER_S, EXPLORE_CHUNKS, TierState
+from kvstow.fetch.decide import EXPLORE_AFTER_S, EXPLORE_CHUNKS
 from kvstow.fetch.estimates import LinearEstimate, MovingAverage
 from kvstow.fetch.flights import Flight, Probe, Read, Wait
+from kvstow.fetch.snapshot import TierState
 from kvstow.tiers import Tier
 
 

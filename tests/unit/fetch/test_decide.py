@@ -13,6 +13,13 @@ from kvstow.fetch.decide import (
     EXPLORE_AFTER_S,
     GRACE_S,
     OVERRUN,
+    decide,
+    loading_pays_from,
+    patience,
+    worth_asking,
+    worthwhile_chunks,
+)
+from kvstow.fetch.snapshot import (
     Chunk,
     ChunkState,
     Decision,
@@ -20,11 +27,6 @@ from kvstow.fetch.decide import (
     Snapshot,
     TierState,
     Verdict,
-    decide,
-    loading_pays_from,
-    patience,
-    worth_asking,
-    worthwhile_chunks,
 )
 from tests.unit.rig import key, keys
 
