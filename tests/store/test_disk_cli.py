@@ -21,8 +21,8 @@ from kvstow.backends.base import Done
 from kvstow.backends.disk import DiskStore
 from kvstow.cli import app
 from kvstow.cli.disk import _model
-from kvstow.cli.output import format_bytes
 from kvstow.errors import SettingsError, StoreRefused, StoreUnavailable
+from kvstow.fields.values import format_bytes
 from kvstow.key import Namespace
 from kvstow.testing.store_suite import make_key, write_one
 from tests.store.disks import disk, file_of, keys_held

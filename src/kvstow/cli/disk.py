@@ -18,8 +18,9 @@ from kvstow.backends.disk import frame_check
 from kvstow.backends.disk.scan import NamespaceUsage
 from kvstow.backends.disk.settings import DiskSettings
 from kvstow.cli.data_directory import DataDirectory, DirectoryUsage, DirectoryView, EmptyDirectory
-from kvstow.cli.output import JsonOption, format_bytes, print_table
+from kvstow.cli.output import JsonOption, print_table
 from kvstow.errors import SettingsError, StoreError
+from kvstow.fields.values import format_bytes
 from kvstow.runtime import SystemClock
 from kvstow.settings import load
 from kvstow.text import printable

@@ -17,14 +17,6 @@ FileOption = Annotated[
 PIPED_COLUMNS: Final = 10_000  # width of tables in pipes: a line each row, for grep
 
 
-def format_bytes(size: int) -> str:
-    """Formats counted bytes in decimal units, such as ``133.1MB``."""
-    for power, letter in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "k")):
-        if size >= 1000**power:
-            return f"{size / 1000**power:.4g}{letter}B"
-    return f"{size}B"
-
-
 def prepare_output() -> None:
     """Makes the streams replace characters that their encoding lacks.
 

@@ -62,6 +62,11 @@ def format_size(size: int) -> str:
         for power, letter in ((5, "P"), (4, "T"), (3, "G"), (2, "M")):
             if size >= base**power and size % base**power == 0:
                 return f"{size // base**power}{letter}{infix}B"
+    return format_bytes(size)
+
+
+def format_bytes(size: int) -> str:
+    """Formats counted bytes in decimal units, such as ``133.1MB``."""
     for power, letter in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "k")):
         if size >= 1000**power:
             return f"{size / 1000**power:.4g}{letter}B"

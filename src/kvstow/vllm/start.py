@@ -25,6 +25,7 @@ from kvstow.pool.slots import Slots
 from kvstow.runtime import Executor, SystemClock, ThreadExecutor
 from kvstow.settings import Effective, Settings, load, load_lmcache, variable
 from kvstow.settings.variables import set_defaults
+from kvstow.text import printable
 from kvstow.tiers import Tier
 from kvstow.vllm import rbln_config
 from kvstow.vllm.fingerprint import Adapters, loading_began_ns
@@ -57,18 +58,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvstow")
 
-LMCACHE_NAMES: Final = (
-    "LMCacheConnectorV1",
-    "RBLNLMCacheConnectorV1",
-)  # read LMCache's settings too
+# Connectors of these names read LMCache's settings too.
+LMCACHE_NAMES: Final = ("LMCacheConnectorV1", "RBLNLMCacheConnectorV1")
 
 
 def _one_line(record: logging.LogRecord) -> bool:
     """Escapes a record's unprintable characters, so that no text of others begins a new line."""
     text = record.getMessage()
     if not text.isprintable():
-        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-        record.msg, record.args = text, ()
+        record.msg = printable(text)
+        record.args = ()
     return True
 
 
