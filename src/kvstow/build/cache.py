@@ -27,9 +27,8 @@ from kvstow.tiers import Tier
 logger = logging.getLogger("kvstow")
 
 PREFAULT_AT_ONCE: Final = 4  # pieces of 64 MiB
-PREFAULT_SHARE: Final = (
-    0.1  # of one core; 100 GB take one to four minutes, where a host must find them half an hour
-)
+# Of one core; 100 GB take one to four minutes, where a host must find them half an hour.
+PREFAULT_SHARE: Final = 0.1
 
 
 def chunk_layout(

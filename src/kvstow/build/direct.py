@@ -26,12 +26,10 @@ from kvstow.settings.sections.memory import MemorySettings
 
 logger = logging.getLogger("kvstow")
 
-MAX_RDS_CHUNKS: Final = (
-    1 << 16
-)  # what is kept in mind where nothing else limits it; NVMe is full long before
-MAX_FILE_CHUNKS: Final = (
-    1 << 22
-)  # some 100 bytes of memory each, and a second a million to find them at the start
+# What is kept in mind where nothing else limits it; NVMe is full long before.
+MAX_RDS_CHUNKS: Final = 1 << 16
+# Some 100 bytes of memory each, and a second a million to find them at the start.
+MAX_FILE_CHUNKS: Final = 1 << 22
 DEFAULT_AREAS: Final = 4
 LEAST_AREAS: Final = 2  # one is copied while the other is written
 

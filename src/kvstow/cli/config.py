@@ -59,9 +59,8 @@ def convert(
 ) -> None:
     """Print LMCache's configuration as kvstow's, with what has no counterpart as comments."""
     converted = convert_lmcache(file, workers=workers)
-    effective = parse(
-        None, {}, base=converted.entries
-    )  # what kvstow would refuse is refused here too
+    # What kvstow would refuse is refused here too.
+    effective = parse(None, {}, base=converted.entries)
     kinds = {leaf.key: leaf.kind for leaf in leaves()}
     rows = [(key, source, _plain(value, kinds[key])) for key, source, value in converted.entries]
     notes = [note.text for note in converted.notes]

@@ -28,9 +28,8 @@ from kvstow.text import printable
 EXIT_BAD: Final = 1
 SHOWN_DIGITS: Final = 16  # of a namespace
 DAY_S: Final = 86_400
-_DIGEST: Final = re.compile(
-    r"^(?:revision )?([0-9a-f]{8})[0-9a-f]{24,}(?: of (\S+)| \(.*)$"
-)  # of weights
+# Weights as the namespace names them: a digest, and what it is of.
+_DIGEST: Final = re.compile(r"^(?:revision )?([0-9a-f]{8})[0-9a-f]{24,}(?: of (\S+)| \(.*)$")
 
 T = TypeVar("T")
 
@@ -318,9 +317,8 @@ def _confirm(question: str, yes: bool) -> None:
         raise SettingsError(
             f"{question} Not done: to be asked needs a terminal; without one give --yes"
         )
-    print(
-        f"{question} [y/N]: ", end="", file=sys.stderr, flush=True
-    )  # standard output is for what was asked for
+    # Standard output is for what was asked for.
+    print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         _print_error("Not done.")
         raise typer.Exit(EXIT_BAD)

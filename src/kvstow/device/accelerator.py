@@ -21,9 +21,8 @@ three int64 tensors on the CPU; enqueues all copies on the current stream and re
 ``_custom_ops.swap_blocks_batch`` is one.
 """
 
-HOST_REGISTER_PORTABLE: Final = (
-    1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
-)
+# cudaHostRegisterPortable: pinned for every CUDA context of the process
+HOST_REGISTER_PORTABLE: Final = 1
 
 
 class CudaAccelerator:

@@ -28,9 +28,8 @@ from kvstow.runtime import Clock, Executor
 
 logger = logging.getLogger("kvstow")
 
-WORK_DEADLINE_S: Final = (
-    30.0  # an idle engine is kept stepping at most this long for a write that hangs
-)
+# An idle engine is kept stepping at most this long for a write that hangs.
+WORK_DEADLINE_S: Final = 30.0
 MAX_GENERATION: Final = 1 << 63  # of the 64 bits of a record and of a header page
 _BODY: Final = struct.Struct("<QH98s12x")
 _EMPTY: Final = bytes(RECORD_BYTES)

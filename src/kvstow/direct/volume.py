@@ -142,9 +142,8 @@ def open_volume(
         set_id = blocks[0].set_id if blocks[0] is not None else b""
         if blocks == [_superblock(set_id, geometry, shard) for shard in range(len(fds))]:
             for fd, path, shard in zip(fds, paths, range(len(fds)), strict=True):
-                _allocate(
-                    fd, path, geometry.file_bytes(shard)
-                )  # does nothing unless the file was truncated
+                # Does nothing unless the file was truncated.
+                _allocate(fd, path, geometry.file_bytes(shard))
             return Volume(tuple(paths), tuple(fds), set_id)
         if any(block is not None and block.slots for block in blocks):
             logger.warning(

@@ -169,9 +169,8 @@ def redact_url(url: str) -> str:
     except ValueError:
         return MASK
     user, at, host = parts.netloc.rpartition("@")
-    if (
-        "@" in parts.path + parts.query + parts.fragment
-    ):  # a password with a slash in it, say, not percent-encoded
+    # A password with a slash in it, say, not percent-encoded.
+    if "@" in parts.path + parts.query + parts.fragment:
         return f"{parts.scheme}://{MASK}"
     if at:
         name, colon, _ = user.partition(":")

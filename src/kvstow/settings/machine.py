@@ -133,10 +133,8 @@ def _room(pool_dir: str) -> tuple[int | None, str | None]:
     if not os.access(pool_dir, os.W_OK | os.X_OK):
         return None, "is not writable"
     stat = os.statvfs(pool_dir)
-    return (
-        stat.f_bavail * stat.f_frsize if stat.f_blocks else None,
-        None,
-    )  # hugetlbfs without a size does not say
+    # Hugetlbfs without a size does not say.
+    return (stat.f_bavail * stat.f_frsize if stat.f_blocks else None, None)
 
 
 def _holders() -> Iterator[Holder]:

@@ -19,9 +19,8 @@ HINTS: Final = {
     "mapping values are not allowed here": ". Each key needs a line of its own",
     "found character '\\t' that cannot start any token": ". Indent with spaces",
 }
-_QUOTES: Final = re.compile(
-    r"(alias|anchor|tag|handle) .*", re.DOTALL
-)  # and then what was written, a password perhaps
+# What follows is what was written, a password perhaps.
+_QUOTES: Final = re.compile(r"(alias|anchor|tag|handle) .*", re.DOTALL)
 _SAID: Final = {
     "ReaderError": "it is no text in UTF-8",
     "RecursionError": "it is nested too deeply",

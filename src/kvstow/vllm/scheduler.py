@@ -331,9 +331,8 @@ class SchedulerSide:
         if meta.switched_off:
             self.disable("a worker has switched itself off")
         elif meta.errors and self._mounted < self._ranks:
-            self.disable(
-                meta.errors[0]
-            )  # only the mapping can fail so early; it is not tried again
+            # Only the mapping can fail so early; it is not tried again.
+            self.disable(meta.errors[0])
         for number, sent in self._jobs.ended(meta.jobs):
             self._end_job(number, sent)
 

@@ -101,9 +101,8 @@ def _settings(vllm_config: VllmConfig) -> Effective:
 
 
 def _make_device(vllm_config: VllmConfig, kind: str) -> Device:
-    copier = ThreadExecutor(
-        "copy"
-    )  # one thread: copies end in the order in which they were asked for
+    # One thread: copies end in the order in which they were asked for.
+    copier = ThreadExecutor("copy")
     if kind == "cpu":
         from kvstow.device.cpu import CpuDevice
 

@@ -42,9 +42,8 @@ class StoreOffers:
             if tracked is None:
                 continue
             tracked.blocks = list(new.block_ids[0])
-            tracked.advance(
-                0
-            )  # a session that continues, or resumes after a preemption, starts anew
+            # A session that continues, or resumes after a preemption, starts anew.
+            tracked.advance(0)
             if reserve:
                 jobs += self.offer(tracked, new.num_computed_tokens + scheduled[new.req_id])
         cached = output.scheduled_cached_reqs

@@ -36,9 +36,8 @@ class Health:
         self._paths = paths
         self._clock = clock
         self._failed_in_a_row: dict[tuple[int, FaultKind], int] = {}
-        self._retry_s: dict[
-            tuple[int, FaultKind], float
-        ] = {}  # of what is out of use: when to try it
+        # Of what is out of use: when to try it.
+        self._retry_s: dict[tuple[int, FaultKind], float] = {}
         self._logged: set[tuple[int, FaultKind]] = set()
         self._lock = threading.Lock()
 

@@ -11,9 +11,8 @@ from kvstow.backends.disk import names
 from kvstow.backends.disk.mount import MountedDirectory
 from kvstow.backends.disk.scan import allocated_bytes, list_directory
 
-KEPT_EMPTY_S: Final = (
-    86_400.0  # an engine that has just started may be about to write its first chunk
-)
+# An engine that has just started may be about to write its first chunk.
+KEPT_EMPTY_S: Final = 86_400.0
 
 
 def remove_chunk(

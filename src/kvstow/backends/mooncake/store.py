@@ -32,12 +32,10 @@ from kvstow.runtime import Clock
 NO_SPACE: Final = (-10, -200)  # in the client's buffer; in the memory that is lent
 ABSENT: Final = (-703, -704, -707)  # is being written; is not known; was removed during the read
 ALREADY_THERE: Final = (-705,)
-WRONG_LENGTH: Final = (
-    -600,
-)  # of a read: the value is shorter than the range, or longer than the room
-UNFINISHED_PUT: Final = (
-    -600,
-)  # of a write: an earlier one of this client could not be revoked then
+# Of a read: the value is shorter than the range, or longer than the room.
+WRONG_LENGTH: Final = (-600,)
+# Of a write: an earlier one of this client could not be revoked then.
+UNFINISHED_PUT: Final = (-600,)
 TRANSFER_FAILED: Final = -800
 NOT_IN_MEMORY: Final = (-702,)
 REFUSED: Final = (-400, -601)  # keys or clients that the master will never accept

@@ -26,9 +26,8 @@ from kvstow.runtime import Clock
 
 Command = tuple[Any, ...]
 
-HANDSHAKE_REPLIES: Final = (
-    5  # AUTH, SELECT and CLIENT SETINFO; of a Cluster CLUSTER SLOTS and COMMAND
-)
+# AUTH, SELECT and CLIENT SETINFO; of a Cluster CLUSTER SLOTS and COMMAND
+HANDSHAKE_REPLIES: Final = 5
 COMMANDS_IN_FLIGHT: Final = 1000  # their replies fit into socket buffers, so neither side blocks
 FAULTS: Final = (RedisError, RedisClusterException, OSError)  # what redis-py and a socket raise
 TRANSIENT: Final = (

@@ -85,9 +85,8 @@ def verify_offload(
         with closing(Server(url, key, clock, deadline_s)) as server:
             return verify(server, model, prompt_tokens, chunk_tokens, clock, threading.Event().wait)
 
-    with Console(stderr=True).status(
-        f"sending a prompt twice, at most {timeout:g} s"
-    ):  # on a terminal
+    # A spinner, on a terminal only.
+    with Console(stderr=True).status(f"sending a prompt twice, at most {timeout:g} s"):
         report = _within(timeout + GRACE_S, work)
     print(json.dumps(report, indent=2)) if as_json else _show(report)
     if not report["works"]:

@@ -8,9 +8,8 @@ from msgspec import Meta, Struct
 
 from kvstow.fields.kinds import Paths, PolicyName, Size
 
-FILE_STAGING_BYTES: Final = (
-    256 << 20
-)  # a rank: what moves between two steps of the engine, of 50 ms and more
+# A rank: what moves between two steps of the engine, of 50 ms and more.
+FILE_STAGING_BYTES: Final = 256 << 20
 RDS_STAGING_BYTES: Final = 2048 << 20  # a rank: rds_buffer_size of the RBLN documentation
 
 
