@@ -164,7 +164,7 @@ def test_k6_host_memory_hits_with_the_same_text_and_the_benchmark_runs(folder: P
         log = server.log.read_text()
         assert f"Retrieved {RESTORED} out of {RESTORED} required tokens" in log
         assert "Creating v1 connector with name: LMCacheConnectorV1" in log
-        assert "LMCache settings: max_local_cpu_size is GiB of each worker" in log
+        assert "LMCache settings: max_local_cpu_size is of each worker" in log
         assert log.count("kvstow settings:") == 1
         before = restored(server)
         bench(server, folder)

@@ -113,7 +113,7 @@ def test_o1_an_error_of_the_engines_own_checks_names_lmcaches_key(
     said = {record.getMessage(): record.levelname for record in caplog.records}
     assert (
         said[
-            "LMCache settings: max_local_cpu_size is GiB of each worker, kvstow's sizes are per "
+            "LMCache settings: max_local_cpu_size is of each worker, kvstow's sizes are per "
             "engine: 2 GiB x 2 = "
             "memory.size 4GiB"
         ]
