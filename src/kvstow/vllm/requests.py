@@ -80,7 +80,11 @@ class Tracked:
         if getattr(self.request, "resumable", False):
             self._keys = []  # a streaming session may rewrite its tail
         start = len(self._keys)
-        known = min(len(hashes) // rules.hashes_per_chunk, self.known_tokens // rules.chunk_tokens)
+        known = len(hashes) // rules.hashes_per_chunk
+        if known <= start:
+            return self._keys
+        if self._has_media:
+            known = min(known, self.known_tokens // rules.chunk_tokens)
         if known > start:
             covered = hashes[: known * rules.hashes_per_chunk]
             keys = chunk_keys(self.namespace, 0, covered, rules.hashes_per_chunk, start=start)
@@ -92,6 +96,8 @@ class Tracked:
     @property
     def known_tokens(self) -> int:
         """Tokens before the first medium whose content is unknown; ``NEVER`` if all are known."""
+        if not self._has_media:
+            return NEVER
         for medium in self.media:
             if medium.digest is None:
                 return medium.offset
@@ -100,6 +106,10 @@ class Tracked:
         later = [f.mm_position.offset for f in features]
         unknown = [offset for offset in later if offset > self._last_offset]
         return min(unknown, default=NEVER)
+
+    @property
+    def _has_media(self) -> bool:
+        return bool(self.media or getattr(self.request, "mm_features", None))
 
     @property
     def _last_offset(self) -> int:
@@ -147,7 +157,3 @@ class Tracked:
         grows = rules.save_decode or end <= self.request.num_prompt_tokens
         more = self.store and grows and end <= self.known_tokens
         self.next_end = end + rules.lookahead if more else NEVER
-
-    def parent_hash(self, chunk: int) -> bytes:
-        """Prefix hash in the key of the chunk before this one. Empty for the first."""
-        return self.keys()[chunk - 1].prefix_hash if chunk else b""

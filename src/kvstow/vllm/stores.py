@@ -82,7 +82,8 @@ class StoreOffers:
         if last <= first:
             return []
         tracked.advance(last)
-        keys = tracked.keys()[first : min(last, tracked.exact_chunks)]
+        all_keys = tracked.keys()
+        keys = all_keys[first : min(last, tracked.exact_chunks)]
         per_chunk = self._rules.blocks_per_chunk
         copies: list[Copy] = []
         leases: list[Lease] = []
@@ -91,9 +92,8 @@ class StoreOffers:
             blocks = tracked.blocks[chunk * per_chunk : (chunk + 1) * per_chunk]
             if len(blocks) < per_chunk or NULL_BLOCK in blocks:
                 continue
-            lease = self._cache.reserve(
-                keys[offset], tracked.parent_hash(chunk), self._rules.chunk_tokens
-            )
+            parent_hash = all_keys[chunk - 1].prefix_hash if chunk else b""
+            lease = self._cache.reserve(keys[offset], parent_hash, self._rules.chunk_tokens)
             if lease is not None:
                 copies.append(Copy(lease.place, blocks))
                 leases.append(lease)
