@@ -1,16 +1,16 @@
-"""Where every chunk is and what moves next: the state machine behind the connector.
+"""The cache: a state machine that knows where every chunk is and what moves next.
 
-One owner thread calls everything here; nothing but ``drain`` and ``close`` waits. Workers (executors) only run
-store calls and checksums on leased slots; their results are taken in ``poll``. So every state change happens in a
-call on the owner's thread, there are no locks, and a test can order every event.
+One owner thread calls everything here; only ``drain`` and ``close`` wait. Executors run store calls
+and checksums on leased slots, and ``poll`` takes their results. So every state change happens in a
+call on the owner's thread: there are no locks, and a test can order every event.
 
-    Cache ─ Index           what is in the pool, or on its way into it
-           ─ Fetches         lower tier -> pool, for owners that wait
-           ─ WriteThrough    pool -> lower tiers, in the background
-           ─ Tier, Tier ...  in the order in which they are asked
+    Cache ─ Index           chunks in the pool, or on their way into it
+          ─ Fetcher         lower tiers -> pool, for owners that wait
+          ─ WriteThrough    pool -> lower tiers, in the background
+          ─ Tier, Tier ...  in the order in which they are asked
 
-What is in the pool is a hit. What only a lower tier has is fetched, checked, and is a hit then. Any fault on the way
-is a miss.
+A chunk in the pool is a hit. A chunk that only a lower tier holds is fetched and checked, and is a hit
+then. Any fault on the way is a miss.
 """
 
 from __future__ import annotations
@@ -36,32 +36,47 @@ from kvstow.tiers import Tier
 from kvstow.tiers.write_through import WriteThrough
 
 WAIT_SLICE_S: Final = 0.02  # drain waits on one executor at a time
-POLL_AGAIN_S: Final = (
-    0.001  # a query looks for what has come since the last step: steps are long, many are asked
-)
+# A query takes the results that have arrived since the last step, at most this often.
+POLL_AGAIN_S: Final = 0.001
 LEAST_JOIN_S: Final = 0.5  # for idle threads to notice that their executor closes
 
 
-class Found(Enum):
+class LookupState(Enum):
+    """The answer of a lookup."""
+
     HIT = "hit"
     PENDING = "pending"  # something for this owner is on its way: ask again
     MISS = "miss"
 
 
 class Lookup(NamedTuple):
-    """``chunks``: end of the run of chunks from ``start`` that are usable now; for PENDING a lower estimate."""
+    """A lookup's answer. ``chunks`` is the end of the run of usable chunks from ``start``.
 
-    state: Found
+    While PENDING, ``chunks`` is a lower bound.
+    """
+
+    state: LookupState
     chunks: int
 
 
 class Cache:
-    """Owns the pool, the sealer and the tiers: ``close`` closes them.
+    """Finds, stores and moves chunks. It owns the pool, the sealer and the tiers; ``close`` closes them.
 
-    ``fetch_deadline_s`` bounds all the waiting of one owner; None: what computing instead would take, as learned from
-    ``stepped``. A fetch of fewer than ``fetch_min_tokens`` is not started; None: as learned. ``work_deadline_s`` bounds
-    how long an idle engine stays ``busy`` for work that makes no progress. ``max_pinned_share`` of the pool's slots
-    may be pinned by write-through, and at most ``max_fetch_share`` be fetched for one owner.
+    Args:
+        pool: Slots of host memory or of direct storage.
+        policy: Chooses the chunk to evict.
+        tiers: Lower tiers, in the order in which they are asked.
+        layout: Layout of the chunks.
+        clock: Clock of the process.
+        metrics: Counters and gauges.
+        sealer: Executor that computes headers and checksums.
+        fetch_deadline_s: Limit of one owner's whole wait. None: the time that computing instead would
+            take, learned from ``observe_step``.
+        fetch_min_tokens: Least tokens for which a fetch is started. None: learned.
+        work_deadline_s: Time for which an idle engine stays ``busy`` with work that makes no progress.
+        max_pinned_share: Share of the slots that write-through may pin.
+        max_fetch_share: Share of the slots that may be fetched for one owner.
+        integrity_key: Key of the MAC in every frame. None: frames carry checksums only.
     """
 
     def __init__(
@@ -109,7 +124,9 @@ class Cache:
             max_pinned=max(1, int(pool.slots * max_pinned_share)),
             work_deadline_s=work_deadline_s,
         )
-        self._reserved_s = self._polled_s = clock.monotonic()
+        now_s = clock.monotonic()
+        self._reserved_s = now_s
+        self._polled_s = now_s
         self._memo: tuple[object, Lookup] | None = None
         self._shown = (-1, -1)
         metrics.gauge(f"{pool.gauges}_capacity_bytes", pool.capacity_bytes)
@@ -118,32 +135,32 @@ class Cache:
 
     @property
     def place_tier(self) -> str:
-        """Which tier workers copy to and from: ``memory`` or ``direct``."""
+        """Name of the tier that workers copy to and from: ``memory`` or ``direct``."""
         return self._pool.tier
 
     @property
     def version(self) -> int:
-        """Changes whenever a key becomes findable, or stops being so, or starts being filled."""
+        """A number that changes whenever a key becomes findable, ceases to be, or starts being filled."""
         return self.index.version
 
-    # --- finding --------------------------------------------------------------------------------------------------
+    # --- finding ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey], start: int = 0) -> Lookup:
-        """What is in the pool now, from chunk ``start``; those before it are the caller's own.
+        """Looks chunks up in the pool, from chunk ``start`` on. The caller has the chunks before it.
 
         Touches every resident chunk of ``keys``. Takes no lease and starts nothing.
         """
         end = self.index.lookup(keys, start)
-        return Lookup(Found.HIT if end > start else Found.MISS, end)
+        return Lookup(LookupState.HIT if end > start else LookupState.MISS, end)
 
     def fetch(self, owner: str, keys: Sequence[ChunkKey], start: int = 0) -> Lookup:
-        """``lookup``, and get what is missing from lower tiers. Idempotent and cheap to repeat.
+        """Looks chunks up, and fetches missing ones from lower tiers. Idempotent and cheap to repeat.
 
-        PENDING while a chunk that extends the run is on its way: asked for, read, or filled by a worker right now.
-        An owner waits only for what is expected sooner than it could be computed, and at most ``fetch_deadline_s``
-        in all, counted from the first call that found a chunk missing; after that, and after everything that could
-        come has come, it gets HIT or MISS at once. Chunks fetched for it are pinned until ``hold``, ``forget`` or
-        its deadline.
+        The answer is PENDING while a chunk that extends the run is on its way: probed, read, or filled
+        by a worker. An owner waits only for chunks that are expected sooner than they could be
+        computed, and at most ``fetch_deadline_s`` in all, counted from the first call that found a
+        chunk missing. After that, or once nothing more can arrive, the answer is HIT or MISS at once.
+        Fetched chunks stay pinned until ``hold``, ``forget`` or the owner's deadline.
         """
         wait = self.fetcher.get(owner)
         if wait is None:
@@ -160,15 +177,15 @@ class Cache:
                 self._take_results()
                 self.fetcher.poll()
         self.fetcher.refresh(wait)
-        return (
-            Lookup(Found.PENDING, wait.cursor)
-            if wait.pending
-            else self._remembered(owner, keys, start)
-        )
+        if wait.pending:
+            return Lookup(LookupState.PENDING, wait.cursor)
+        return self._remembered(owner, keys, start)
 
     def _remembered(self, owner: str, keys: Sequence[ChunkKey], start: int) -> Lookup:
-        """``lookup``, at once for the owner that asked last if nothing has changed: the head of vLLM's waiting
-        queue is asked some 500 times a second when it cannot be admitted."""
+        """Looks chunks up, and remembers the answer to the last owner until something changes.
+
+        vLLM asks for the head of its waiting queue some 500 times a second while it has no room.
+        """
         asked = (owner, start, len(keys), keys[-1] if keys else None, self.index.version)
         if self._memo is None or self._memo[0] != asked:
             self._memo = asked, self.lookup(keys, start)
@@ -178,12 +195,15 @@ class Cache:
         return self.index.filling(key) is not None or any(tier.usable for tier in self._tiers)
 
     def origins(self, owner: str) -> Mapping[str, int]:
-        """How many chunks were fetched for ``owner``, by tier; empty once it was held or forgotten."""
+        """Counts the chunks fetched for ``owner``, by tier. Empty after ``hold`` or ``forget``."""
         wait = self.fetcher.get(owner)
         return {} if wait is None else wait.origins
 
     def hold(self, owner: str, keys: Sequence[ChunkKey]) -> list[Lease]:
-        """Leases on the leading resident chunks of ``keys``, perhaps fewer than a lookup said. Forgets ``owner``."""
+        """Leases the leading resident chunks of ``keys``, and forgets ``owner``.
+
+        They may be fewer than a lookup found: chunks can be evicted in between.
+        """
         leases: list[Lease] = []
         for key in keys:
             lease = self.index.pin(key)
@@ -195,37 +215,36 @@ class Cache:
 
     @property
     def exact(self) -> bool:
-        """Whether every tier gives back what it was given."""
+        """Whether every tier returns chunks exactly as they were written."""
         return all(tier.exact for tier in self._tiers)
 
     def lossy(self, key: ChunkKey) -> bool:
-        """Whether what the pool has of ``key`` went through a lossy codec."""
+        """Whether the pool's copy of ``key`` went through a lossy codec."""
         return self.index.lossy(key)
 
     def forget(self, owner: str) -> None:
-        """``owner`` needs nothing any more: release what is pinned for it. Idempotent."""
+        """Releases the chunks pinned for ``owner`` and ends its fetches. Idempotent."""
         self.fetcher.forget(owner)
 
-    # --- storing --------------------------------------------------------------------------------------------------
+    # --- storing ---------------------------------------------------------------------------------
 
     def missing(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Indices of the keys of which no tier holds or is being given an exact copy, as far as is known unasked.
+        """Returns the indices of the keys whose exact copy no tier holds or is being given.
 
-        A tier that is bypassed holds nothing, and one with a lossy codec holds no exact copies.
+        Tiers are not asked; their known keys count. A bypassed tier holds nothing, and a tier with a
+        lossy codec holds no exact copies.
         """
         tiers = [tier for tier in self._tiers if tier.exact and tier.usable]
         absent = self.index.absent(keys)
-        return (
-            [i for i in absent if not any(tier.holds(keys[i]) for tier in tiers)]
-            if tiers
-            else absent
-        )
+        if not tiers:
+            return absent
+        return [i for i in absent if not any(tier.holds(keys[i]) for tier in tiers)]
 
     def reserve(self, key: ChunkKey, parent: bytes, tokens: int) -> Lease | None:
-        """A slot for a worker to fill with ``key``, exactly. None: it is there or on its way, or every slot is pinned
-        (counted).
+        """Reserves a slot for a worker to fill with an exact copy of ``key``.
 
-        ``commit`` it once every rank has filled its part; released uncommitted, it aborts.
+        None: the chunk is there or on its way, or every slot is pinned (counted as refused). ``commit``
+        the lease once every rank has filled its part. Releasing it before aborts the chunk.
         """
         if not self.index.absent((key,)):
             return None
@@ -236,10 +255,10 @@ class Cache:
         return lease
 
     def commit(self, lease: Lease) -> None:
-        """The slot is filled: its chunk can be found, and is written through to the lower tiers.
+        """Publishes the chunk of a filled slot, and writes it through to the lower tiers.
 
-        The lease stays a pin and is released by the caller. A lease from before a ``reset`` is released here, and
-        nothing is published.
+        The lease stays a pin, which the caller releases. A lease from before a ``reset`` is released
+        here, and its chunk is not published.
         """
         filling = self.index.publish(lease)
         if filling is None:
@@ -259,29 +278,33 @@ class Cache:
             )
 
     def failed(self, lease: Lease) -> None:
-        """A worker could not fill or read this slot: its chunk is a miss from now on."""
+        """Makes the chunk of a slot that a worker could not fill or read a miss from now on."""
         self.index.drop(lease)
-        self._pool.spoil(lease.slot)
+        self._pool.mark_failed(lease.slot)
 
-    # --- time -----------------------------------------------------------------------------------------------------
+    # --- time ------------------------------------------------------------------------------------
 
     @property
     def learns(self) -> bool:
-        """Whether ``stepped`` is of any use."""
+        """Whether ``observe_step`` has an effect."""
         return bool(self._tiers)
 
-    def backlog(self, prefill_tokens: int) -> None:
-        """So many prompt tokens vLLM has admitted and not computed: they come before those of who asks now."""
+    def set_backlog(self, prefill_tokens: int) -> None:
+        """Sets the number of prompt tokens that vLLM has admitted and not computed yet.
+
+        They are computed before the tokens of a request that asks now.
+        """
         self.estimates.backlog_tokens = prefill_tokens
 
-    def stepped(self, prefill_tokens: int, seconds: float) -> None:
-        """A step of vLLM took ``seconds`` and computed so many prompt tokens: what loading is measured against."""
+    def observe_step(self, prefill_tokens: int, seconds: float) -> None:
+        """Learns the speed of computing from a step of vLLM with ``prefill_tokens`` prompt tokens."""
         self.estimates.observe_step(prefill_tokens, seconds)
-        if prefill_tokens and (each_s := self.estimates.prefill_s) is not None:
-            self._metrics.gauge("prefill_seconds_per_token", each_s)
+        token_s = self.estimates.prefill_s
+        if prefill_tokens and token_s is not None:
+            self._metrics.gauge("prefill_seconds_per_token", token_s)
 
     def poll(self) -> None:
-        """Take what workers have finished, and let deadlines pass. Call it every step."""
+        """Takes results of finished work and acts on deadlines that have passed. Called every step."""
         self._take_results()
         if self._sealer.outstanding:
             self._sealer.poll()
@@ -297,7 +320,7 @@ class Cache:
             tier.poll()
 
     def show(self) -> None:
-        """Bring the pool's gauges up to date; leases also end between polls."""
+        """Updates the pool's gauges. Leases also end between polls."""
         pool = self._pool
         shown = (pool.free, pool.leased)
         if shown != self._shown:
@@ -308,23 +331,24 @@ class Cache:
             self._metrics.gauge(f"{pool.gauges}_leased_slots", pool.leased)
 
     def busy(self) -> bool:
-        """Whether an idle vLLM must keep stepping: work is outstanding, and made progress within its deadline."""
+        """Whether an idle vLLM must keep stepping for work that is outstanding and makes progress."""
         if any(tier.busy() for tier in self._tiers) or self._writes.busy() or self._pool.busy():
             return True
         recent = self._clock.monotonic() - self._reserved_s < self._work_deadline_s
         return self.index.reserved > 0 and recent
 
     def reset(self) -> None:
-        """Nothing that was stored is found any more, and nothing under way is published.
+        """Makes every stored chunk unfindable, and publishes nothing that is under way.
 
-        Leases stay good. Lower tiers are not touched: after a reset the caller's keys are in another namespace.
+        Leases stay valid. Lower tiers keep their chunks: after a reset the caller's keys are in another
+        namespace.
         """
         self._writes.cancel()
         self.fetcher.reset()
         self.index.reset()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is being sealed, written or read. False: ``timeout_s`` passed first."""
+        """Waits until nothing is being sealed, written or read. False: ``timeout_s`` passed first."""
         deadline_s = self._clock.monotonic() + timeout_s
         for turn in count():
             self.poll()
@@ -338,7 +362,7 @@ class Cache:
         raise AssertionError("unreachable: count() does not end")
 
     def close(self, timeout_s: float) -> None:
-        """``drain``, then give everything back. What hangs is left behind in its (daemon) thread."""
+        """Drains, then closes everything. A call that hangs is left behind in its daemon thread."""
         deadline_s = self._clock.monotonic() + timeout_s
         self.drain(timeout_s)
         self.fetcher.reset()

@@ -22,10 +22,10 @@ class FakeEngine:
         self.steps: list[tuple[int, float]] = []
         self.behind: list[int] = []
 
-    def stepped(self, prefill: int, seconds: float) -> None:
+    def observe_step(self, prefill: int, seconds: float) -> None:
         self.steps.append((prefill, round(seconds, 6)))
 
-    def backlog(self, tokens: int) -> None:
+    def set_backlog(self, tokens: int) -> None:
         self.behind.append(tokens)
 
 
@@ -128,6 +128,6 @@ def test_workers_give_the_number_back_and_ranks_agree() -> None:
 def test_the_engine_hears_of_every_step_of_a_real_run() -> None:
     sim = Sim(Shape(lower_tier=True, tp=2))
     heard: list[int] = []
-    sim.stack.cache.stepped = lambda tokens, seconds: heard.append(tokens)  # type: ignore[method-assign]
+    sim.stack.cache.observe_step = lambda tokens, seconds: heard.append(tokens)  # type: ignore[method-assign]
     sim.serve("a", prompt(48), max_tokens=3)
     assert heard == [48, 0, 0]

@@ -54,7 +54,7 @@ def test_what_is_read_is_what_pays(
     rig.put(*(i for i, place in enumerate(places) if place == "memory"))
     rig.settle()
     estimates = rig.engine.estimates
-    rig.engine.stepped(1024, 1024 * prefill_s)
+    rig.engine.observe_step(1024, 1024 * prefill_s)
     line = estimates.reads[0]
     for _ in range(60):
         for size in (1, 8):

@@ -10,7 +10,7 @@ import pytest
 
 from kvstow import frame
 from kvstow.backends.base import Buffer, Done, Outcome
-from kvstow.cache import Found
+from kvstow.cache import LookupState
 from kvstow.errors import StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.pool.policy.lru import LRU
@@ -135,14 +135,14 @@ class World:
         found = self.engine.fetch(owner, keys(*chunks), start)
         again = self.engine.fetch(owner, keys(*chunks), start)
         assert found == again
-        if found.state is Found.PENDING:
+        if found.state is LookupState.PENDING:
             now = self.rig.clock.monotonic()
             most_s = DEADLINE_S if self.fixed else LEARNED_LIMIT_S
             assert now < self.waits_since.setdefault(owner, now) + most_s, (
                 f"{owner} waits past its deadline"
             )
         else:
-            assert (found.state is Found.HIT) == (found.chunks > start)
+            assert (found.state is LookupState.HIT) == (found.chunks > start)
             assert self.rig.found(*chunks[start:]) == found.chunks - start
 
     def schedule(self) -> None:
@@ -207,8 +207,8 @@ class World:
         self.rig.clock.advance(self.rng.choice((0.001, 0.01, 0.01, 0.05, 0.3)))
 
     def compute(self) -> None:
-        self.engine.stepped(self.rng.choice((0, 64, 1000)), self.rng.choice((0.001, 0.1, 5.0)))
-        self.engine.backlog(self.rng.choice((0, 0, 500)))
+        self.engine.observe_step(self.rng.choice((0, 64, 1000)), self.rng.choice((0.001, 0.1, 5.0)))
+        self.engine.set_backlog(self.rng.choice((0, 0, 500)))
 
     def faults(self) -> None:
         for store in self.rig.stores:

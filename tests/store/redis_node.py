@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstow.backends.base import Store
-from kvstow.cache import Cache, Found
+from kvstow.cache import Cache, LookupState
 from kvstow.metrics import Metrics, merge
 from kvstow.pool.policy.lru import LRU
 from kvstow.pool.pool import HostPool
@@ -58,7 +58,7 @@ class Node:
     def get(self, *numbers: int) -> int:
         """Returns how many chunks a new request restores, after comparing each byte."""
         found = self.engine.fetch("request", keys(*numbers))
-        while found.state is Found.PENDING:
+        while found.state is LookupState.PENDING:
             self.tier.executor.wait(0.05)
             self.engine.poll()
             found = self.engine.fetch("request", keys(*numbers))

@@ -18,7 +18,7 @@ from kvstow.backends.descriptor import OpenContext
 from kvstow.backends.disk import frame_check
 from kvstow.backends.disk.mount import attach
 from kvstow.backends.disk.scrub import Scrub
-from kvstow.cache import Cache, Found
+from kvstow.cache import Cache, LookupState
 from kvstow.cli.main import app
 from kvstow.errors import SettingsError, UnsupportedError
 from kvstow.metrics import Metrics, merge
@@ -97,7 +97,7 @@ class Served:
 
     def load(self) -> list[tuple[bytes, ...]]:
         wanted = [key(i) for i in CHUNKS]
-        while self.engine.fetch("r", wanted).state is Found.PENDING:
+        while self.engine.fetch("r", wanted).state is LookupState.PENDING:
             self.tier.executor.wait(1.0)
             self.engine.poll()
         leases = self.engine.hold("r", wanted)

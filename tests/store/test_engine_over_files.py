@@ -12,7 +12,7 @@ import pytest
 
 from kvstow import frame
 from kvstow.backends.base import Done
-from kvstow.cache import Cache, Found
+from kvstow.cache import Cache, LookupState
 from kvstow.metrics import Metrics
 from kvstow.pool.policy.lru import LRU
 from kvstow.pool.pool import HostPool
@@ -124,8 +124,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert_all_on_disk(tmp_path / "s")
     later = Served(FileStore(tmp_path / "s"), SystemClock())
-    assert later.engine.fetch("r", keys(*CHUNKS)).state is Found.PENDING
-    while (found := later.engine.fetch("r", keys(*CHUNKS))).state is Found.PENDING:
+    assert later.engine.fetch("r", keys(*CHUNKS)).state is LookupState.PENDING
+    while (found := later.engine.fetch("r", keys(*CHUNKS))).state is LookupState.PENDING:
         later.tier.executor.wait(1.0)
         later.engine.poll()
     assert found == hit(len(CHUNKS))
@@ -152,7 +152,7 @@ def test_h6b_a_store_that_hangs_on_every_thread_is_bypassed_and_comes_back(gate:
     rig.stores[0].faults = [Fault("read", delay=gate)]
 
     def until_answered(owner: str, *numbers: int) -> object:
-        while (found := rig.fetch(owner, *numbers)).state is Found.PENDING:
+        while (found := rig.fetch(owner, *numbers)).state is LookupState.PENDING:
             for executor in rig.executors:
                 executor.wait(0.01)
             rig.engine.poll()

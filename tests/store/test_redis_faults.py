@@ -12,7 +12,7 @@ import pytest
 from kvstow.backends.base import MISSING, REJECTED, Done
 from kvstow.backends.redis.envelope import chunk_name
 from kvstow.backends.redis.store import RedisStore
-from kvstow.cache import Found, Lookup
+from kvstow.cache import Lookup, LookupState
 from kvstow.errors import StoreRefused, StoreUnavailable
 from kvstow.key import ChunkKey
 from kvstow.runtime import ThreadExecutor
@@ -169,7 +169,7 @@ def test_k9_a_chunk_whose_write_is_not_done_is_found_in_memory(
     fill(lease, key(1))
     nodes[0].engine.commit(lease)
     lease.release()
-    assert nodes[0].engine.lookup(keys(1)) == Lookup(Found.HIT, 1)
+    assert nodes[0].engine.lookup(keys(1)) == Lookup(LookupState.HIT, 1)
     server.resume()
     nodes[0].settle()
     assert nodes[0].get(1) == 1

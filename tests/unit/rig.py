@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvstow.cache import Cache, Found, Lookup
+from kvstow.cache import Cache, Lookup, LookupState
 from kvstow.key import ChunkKey, Namespace
 from kvstow.layout import ChunkLayout, GroupLayout
 from kvstow.metrics import Metrics, merge
@@ -168,8 +168,8 @@ class Rig:
         assert not self.engine.busy()
 
 
-MISS0 = Lookup(Found.MISS, 0)
+MISS0 = Lookup(LookupState.MISS, 0)
 
 
 def hit(chunks: int) -> Lookup:
-    return Lookup(Found.HIT, chunks)
+    return Lookup(LookupState.HIT, chunks)

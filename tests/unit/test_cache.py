@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstow.cache import Found
+from kvstow.cache import LookupState
 from kvstow.testing.faults import unavailable
 from kvstow.tiers import TierLimits
 from tests.unit.rig import FRAME_BYTES, MISS0, TOKENS, Rig, assert_bytes, fill, hit, key, keys
@@ -30,7 +30,7 @@ def test_a_lookup_counts_from_its_start_to_the_first_hole() -> None:
     rig.put(1, 2, 4)
     assert rig.engine.lookup(keys(1, 2, 3, 4)) == hit(2)
     assert rig.engine.lookup(keys(9, 1, 2, 3), start=1) == hit(3)
-    assert rig.engine.lookup(keys(1, 2, 3), start=2) == (Found.MISS, 2)
+    assert rig.engine.lookup(keys(1, 2, 3), start=2) == (LookupState.MISS, 2)
     assert rig.engine.lookup([]) == MISS0
 
 

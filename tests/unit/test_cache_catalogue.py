@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvstow.cache import Found
+from kvstow.cache import LookupState
 from kvstow.errors import StoreUnavailable
 from kvstow.testing.faults import Fault, unavailable
 from kvstow.tiers import TierLimits
@@ -163,7 +163,7 @@ def test_e3_an_abort_at_any_point_of_a_fetch_gives_everything_back(steps: int, h
         rig.engine.reset()
     rig.settle()
     rig.assert_idle()
-    assert rig.fetch("r", 1, 2, 3, 4).state is not Found.PENDING or how in ("forget", "hold")
+    assert rig.fetch("r", 1, 2, 3, 4).state is not LookupState.PENDING or how in ("forget", "hold")
 
 
 def test_e5_a_lookup_past_its_deadline_misses_and_its_late_answer_pins_nothing() -> None:
@@ -280,7 +280,7 @@ def test_g9_a_pool_pinned_whole_is_a_miss_in_bounded_time_and_a_hit_once_a_pin_d
         leases = rig.engine.hold("other", keys(10, 11, 12, 13))
         rig.fetch("r", 1)
         rig.settle()
-        assert rig.fetch("r", 1).state is Found.PENDING
+        assert rig.fetch("r", 1).state is LookupState.PENDING
         if unpinned:
             leases[0].release()
             rig.engine.poll()
@@ -309,7 +309,7 @@ def test_h1_more_fetches_than_slots_all_return_in_time() -> None:
     states = [
         rig.fetch(owner, *numbers).state for owner, numbers in owners.items() if owner != "r0"
     ]
-    assert states == [Found.MISS] * 7
+    assert states == [LookupState.MISS] * 7
     assert rig.counter("fetch_deadline_exceeded", tier="memory") == 7
     for lease in held:
         lease.release()
@@ -318,7 +318,7 @@ def test_h1_more_fetches_than_slots_all_return_in_time() -> None:
 
 def test_h4_one_deadline_in_all_and_not_one_a_round() -> None:
     rig = Rig(slots=4, tiers=0, fetch_deadline_s=0.2)
-    answers: list[Found] = []
+    answers: list[LookupState] = []
     lease = rig.engine.reserve(key(1), b"", TOKENS)
     for _ in range(40):  # a worker that fails every 10 ms and is given the chunk again
         answers.append(rig.fetch("r", 1).state)
@@ -326,8 +326,8 @@ def test_h4_one_deadline_in_all_and_not_one_a_round() -> None:
         assert lease is not None
         lease.release()
         lease = rig.engine.reserve(key(1), b"", TOKENS)
-    assert answers.index(Found.MISS) <= 21
-    assert set(answers[answers.index(Found.MISS) :]) == {Found.MISS}
+    assert answers.index(LookupState.MISS) <= 21
+    assert set(answers[answers.index(LookupState.MISS) :]) == {LookupState.MISS}
 
 
 def test_h4_a_write_that_never_ends_delays_nobody() -> None:
@@ -528,7 +528,7 @@ def test_m2_a_shared_prefix_is_read_once_and_holds_up_nobody_else() -> None:
     rig.stores[0].calls.clear()
     owners = [f"r{i}" for i in range(10)]
     for owner in owners:
-        assert rig.fetch(owner, 1, 2, 3).state is Found.PENDING
+        assert rig.fetch(owner, 1, 2, 3).state is LookupState.PENDING
         assert rig.fetch("other", 7) == hit(1)
     rig.settle()
     assert rig.stores[0].calls == {"contains": 1, "read": 1}
@@ -549,14 +549,14 @@ def test_m3_what_has_arrived_is_known_at_once_whatever_the_place_in_the_queue() 
     executor.run(99)
     rig.engine.poll()
     assert rig.fetch("r99", 99) == hit(1)
-    assert rig.fetch("r0", 0).state is Found.PENDING
+    assert rig.fetch("r0", 0).state is LookupState.PENDING
 
 
 def test_m6_waiting_for_a_slow_answer_asks_once() -> None:
     rig = Rig(fetch_deadline_s=10.0)
     rig.put_below(1)
     for _ in range(500):
-        assert rig.fetch("r", 1).state is Found.PENDING
+        assert rig.fetch("r", 1).state is LookupState.PENDING
         rig.clock.advance(0.001)
         rig.engine.poll()
     assert rig.executors[0].outstanding == 1

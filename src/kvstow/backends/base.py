@@ -13,7 +13,7 @@ Buffer = memoryview  # writable or read-only, contiguous, format "B"
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The operation happened, whole; ``length`` bytes were read or written."""
+    """The whole operation happened; ``length`` bytes were read or written."""
 
     length: int
 
@@ -46,17 +46,16 @@ class Store(Protocol):
     """A flat map from ``ChunkKey`` to frame bytes. Blocking, batched, thread-safe.
 
     It parses, checks, retries and logs nothing; wrappers (retry, limit, breaker) are stores themselves.
-    Outcomes come in the order of the arguments. Anything but an ``Outcome`` is raised: ``StoreUnavailable``
-    (transient) or ``StoreRefused`` (permanent), and then the caller must treat every item of the batch as
-    not done.
+    Outcomes come in the order of the arguments. A fault is raised: ``StoreUnavailable`` (transient) or
+    ``StoreRefused`` (permanent). Then the caller treats every item of the batch as not done.
     """
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether a whole value is there, as far as the store knows now. A later read may still miss."""
+        """Tells for each key whether the store holds a whole value. A later read may still miss."""
         ...
 
     def read(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[Outcome]:
-        """Fill each writable buffer from its start with the value's bytes.
+        """Fills each writable buffer from its start with the value's bytes.
 
         ``Done(n)``: ``n`` bytes came, the value's own length even where the buffer is longer. A value longer
         than its buffer is ``REJECTED``. After ``MISSING``, ``REJECTED`` or an exception a buffer's content is
@@ -65,7 +64,7 @@ class Store(Protocol):
         ...
 
     def write(self, items: Sequence[tuple[ChunkKey, Sequence[Buffer]]]) -> list[Outcome]:
-        """Store each value, the concatenation of its parts, all or nothing.
+        """Stores each value, the concatenation of its parts, all or nothing.
 
         The first published value of a key wins: where one is already there, ``REJECTED``. No reader ever sees
         part of a value. Parts are read only during the call.
@@ -73,11 +72,11 @@ class Store(Protocol):
         ...
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove the values; keys that are not there are ignored."""
+        """Removes the values. Keys that are not there are ignored."""
         ...
 
     def close(self) -> None:
-        """Release resources. Idempotent; no other method is called afterwards."""
+        """Releases resources. Idempotent; no other method is called afterwards."""
         ...
 
 

@@ -86,7 +86,7 @@ class Extents(Slots):
         self._generations[slot] = self._latest
         return lease
 
-    def spoil(self, slot: int) -> None:
+    def mark_failed(self, slot: int) -> None:
         self._retry_after_s[slot] = self._grow_after_s = self._clock.monotonic() + RETRY_S
 
     def free_slot(self, slot: int) -> None:

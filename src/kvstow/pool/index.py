@@ -1,8 +1,8 @@
-"""Which chunks are in the pool (or, of the second kind, in direct storage), and which are on their way into it.
+"""The index of chunks in the pool (or in direct storage), and of those on their way into it.
 
-A key is in one of four states: absent, RESERVED (a worker fills its slot), FETCHING (a tier read fills it) or
-RESIDENT (findable; the policy knows it). What pins a slot is a lease, never a state. What a lossy codec gave back is
-resident too, until an exact copy, RESERVED meanwhile, takes its place.
+A key is in one of four states: absent, RESERVED (a worker fills its slot), FETCHING (a read from a tier
+fills it) or RESIDENT (findable, and known to the policy). Leases pin slots; states don't. A lossy copy is
+resident until an exact one replaces it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEMORY = "memory"  # the pool's name among the tiers
 
 
 class ReadOutcome(IntEnum):
-    """What a tier's read gave for one key. Only a miss is false."""
+    """The result of a tier's read for one key. Only a miss is false."""
 
     MISS = 0
     EXACT = 1
@@ -29,7 +29,7 @@ class ReadOutcome(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Filling:
-    """A slot that is being filled for ``key``: RESERVED, or FETCHING where ``fetching``."""
+    """A slot that is being filled for ``key``. ``fetching``: by a read from a tier."""
 
     key: ChunkKey
     lease: Lease
@@ -39,7 +39,7 @@ class Filling:
 
 
 class Index:
-    """Owner's thread only. ``version`` changes whenever any key's state does."""
+    """Maps keys to slots. Owner's thread only. ``version`` changes whenever any key's state does."""
 
     def __init__(self, pool: Slots, policy: Policy, metrics: Metrics) -> None:
         self.version = 0
@@ -63,19 +63,19 @@ class Index:
         return key in self._resident
 
     def lossy(self, key: ChunkKey) -> bool:
-        """Whether what is resident is not what was computed, only near it."""
+        """Whether the resident copy went through a lossy codec."""
         return key in self._lossy
 
     def filling(self, key: ChunkKey) -> Filling | None:
         return self._filling.get(key)
 
     def reserving(self, key: ChunkKey) -> bool:
-        """Whether a worker fills it."""
+        """Whether a worker is filling a slot for ``key``."""
         filling = self._filling.get(key)
         return filling is not None and not filling.fetching
 
     def absent(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Indices of the keys of which no exact copy is resident or being filled in."""
+        """Returns the indices of the keys without an exact copy that is resident or being filled."""
         resident, filling, lossy = self._resident, self._filling, self._lossy
         if lossy:
             return [
@@ -86,8 +86,10 @@ class Index:
         return [i for i, key in enumerate(keys) if key not in resident and key not in filling]
 
     def lookup(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """End of the run of resident chunks that begins at ``start``; touches every resident chunk, tail first,
-        those before ``start`` and behind a hole included. Pins nothing."""
+        """Returns the end of the run of resident chunks that begins at ``start``. Pins nothing.
+
+        Touches every resident chunk of ``keys``, tail first, also before ``start`` and behind a hole.
+        """
         resident = self._resident
         present = [key for key in reversed(keys) if key in resident]
         self._policy.touch_many(present)
@@ -99,7 +101,7 @@ class Index:
         return end
 
     def pin(self, key: ChunkKey) -> Lease | None:
-        """A lease on a resident chunk."""
+        """Leases a resident chunk. None: it is not resident."""
         slot = self._resident.get(key)
         if slot is None:
             return None
@@ -108,9 +110,10 @@ class Index:
         return lease
 
     def reserve(self, key: ChunkKey, parent: bytes, tokens: int, *, fetching: bool) -> Lease | None:
-        """A slot for a key that is absent, or resident and lossy, evicting by policy. None: every slot is pinned.
+        """Reserves a slot for a key that is absent, or resident and lossy. None: every slot is pinned.
 
-        The lease ends in ``publish``; released before, it makes the key absent again.
+        Evicts by policy where no slot is free. The lease ends in ``publish``; releasing it before makes
+        the key absent again.
         """
         if self.full:
             return None
@@ -123,10 +126,11 @@ class Index:
             self._lossy.discard(victim)
             self._metrics.count("evicted_chunks", tier=self._pool.tier)
             lease = self._pool.reserve(key.group)
-        self._filling[key] = self._by_slot[lease.slot] = Filling(
-            key, lease, parent, tokens, fetching
-        )
-        self.reserved += not fetching
+        filling = Filling(key, lease, parent, tokens, fetching)
+        self._filling[key] = filling
+        self._by_slot[lease.slot] = filling
+        if not fetching:
+            self.reserved += 1
         lease.key = key
         lease.on_abort = self._forget
         self.version += 1
@@ -134,17 +138,17 @@ class Index:
 
     @property
     def full(self) -> bool:
-        """Whether every slot is pinned: ``reserve`` has nothing to give."""
+        """Whether every slot is pinned, so that ``reserve`` would return None."""
         return self._pool.leased == self._pool.slots
 
     def _evictable(self, key: ChunkKey) -> bool:
         return self._pool.evictable(self._resident[key])
 
     def publish(self, lease: Lease, *, lossy: bool = False) -> Filling | None:
-        """The slot is filled: its key is findable; the lease only pins it from now on. A lossy copy of the key that
-        is resident goes; leases on it stay good.
+        """Makes the key of a filled slot findable. The lease only pins the slot from now on.
 
-        None: no key is being filled under this lease any more (a reset came between); nothing is published.
+        A resident lossy copy of the key is dropped; leases on it stay valid. None: no key is being filled
+        under this lease any more, because a reset came in between; nothing is published.
         """
         filling = self._forget(lease)
         if filling is not None:
@@ -161,7 +165,7 @@ class Index:
         return filling
 
     def drop(self, lease: Lease) -> None:
-        """The chunk under this lease is not to be found any more, if it is resident. The lease stays good."""
+        """Makes the chunk under this lease unfindable, if it is resident. The lease stays valid."""
         key = lease.key
         if key is not None and self._resident.get(key) == lease.slot:
             del self._resident[key]
@@ -174,13 +178,17 @@ class Index:
         filling = self._by_slot.get(lease.slot)
         if filling is None or filling.lease is not lease:
             return None
-        del self._by_slot[lease.slot], self._filling[filling.key]
-        self.reserved -= not filling.fetching
+        del self._by_slot[lease.slot]
+        del self._filling[filling.key]
+        if not filling.fetching:
+            self.reserved -= 1
         self.version += 1
         return filling
 
     def reset(self) -> None:
-        """Every key is absent. Slots are free once nobody leases them; leases being filled can't be published."""
+        """Makes every key absent. Leased slots are freed with their last lease; nothing being filled can be
+        published.
+        """
         for key, slot in self._resident.items():
             self._policy.remove(key)
             self._pool.free_slot(slot)

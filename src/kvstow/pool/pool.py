@@ -1,6 +1,6 @@
-"""The host pool: slots of shared memory, which workers map. See ``kvstow.pool.slots`` for leases and a slot's life.
+"""The host pool: slots of shared memory that workers map. ``kvstow.pool.slots`` has a slot's life.
 
-Only ``HostPool.prefault`` and the bytes behind a lease's views are for other threads than the owner's.
+Other threads than the owner's may call ``HostPool.prefault`` and use the bytes of a lease's views.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from kvstow.pool.slots import Lease, Slots, SlotState
 
 __all__ = ["HostPool", "Lease", "PoolError", "PoolRef", "SlotState", "map_pool", "populate"]
 
-PIECE_BYTES: Final = (
-    64 << 20
-)  # one prefault: 5 to 15 ms, 150 where a virtual machine's host must find the memory
+# One prefault takes 5 to 15 ms, and 150 ms where a virtual machine's host must find the memory.
+PIECE_BYTES: Final = 64 << 20
 
 map_pool = map_memory
 
@@ -41,16 +40,17 @@ class HostPool(Slots):
     def create(
         cls, layout: ChunkLayout, capacity_bytes: int, *, name: str, pool_dir: str | None = None
     ) -> HostPool:
-        """A pool of at most ``capacity_bytes``, on a memfd or, with ``pool_dir``, in a file there.
+        """Creates a pool of at most ``capacity_bytes`` on a memfd, or in a file in ``pool_dir``.
 
-        The caller has compared ``capacity_bytes`` with the memory that is free. Raises ``PoolError``.
+        The caller has compared ``capacity_bytes`` with the free memory. Raises ``PoolError``.
         """
         slot_bytes = align_up(layout.max_frame_bytes)
         slots = capacity_bytes // slot_bytes
         if slots < 1:
             raise PoolError(
                 f"memory.size={capacity_bytes:,} bytes is less than one chunk of {slot_bytes:,} bytes "
-                f"({layout.chunk_tokens} tokens): set memory.size to several chunks, or chunk_size lower"
+                f"({layout.chunk_tokens} tokens): set memory.size to several chunks, or chunk_size "
+                "lower"
             )
         size = slots * slot_bytes
         memory = (
@@ -62,34 +62,34 @@ class HostPool(Slots):
 
     @property
     def pieces(self) -> int:
-        """How many ``prefault`` calls take the whole pool from the system."""
+        """Number of ``prefault`` calls for the whole pool."""
         return -(-self.capacity_bytes // PIECE_BYTES)
 
     def prefault(self, piece: int, available_bytes: Callable[[], int] | None = None) -> None:
-        """Reserve piece ``piece`` of the memory for real; any thread. The first pieces serve the first slots.
+        """Takes piece ``piece`` of the memory from the system. Any thread may call it.
 
-        Raises ``PoolError`` where ``available_bytes()`` is less than the piece: the system would not refuse it, the
-        OOM killer would end some process instead. (A file's space is reserved at its creation.)
+        The first pieces serve the first slots. Raises ``PoolError`` where ``available_bytes()`` is less
+        than the piece: the system would grant it and let the OOM killer end some process. The space
+        of a file is reserved when the file is created.
         """
         offset = piece * PIECE_BYTES
         length = min(PIECE_BYTES, self.capacity_bytes - offset)
-        if (
-            available_bytes is not None
-            and self.ref.path is None
-            and (available := available_bytes()) < length
-        ):
-            raise PoolError(
-                f"memory.size: {available:,} bytes of memory are left after {offset:,} of the pool's "
-                f"{self.capacity_bytes:,}: set memory.size lower, or free memory (an earlier engine may still run)"
-            )
+        if available_bytes is not None and self.ref.path is None:
+            available = available_bytes()
+            if available < length:
+                raise PoolError(
+                    f"memory.size: {available:,} bytes of memory are left after {offset:,} of the "
+                    f"pool's {self.capacity_bytes:,}: set memory.size lower, or free memory (an "
+                    "earlier engine may still run)"
+                )
         self._memory.reserve(offset, length)
 
     def unname(self) -> None:
-        """Every worker has mapped the pool: nobody needs its file's name any more."""
+        """Removes the name of the pool's file. Precondition: every worker has mapped the pool."""
         self._memory.unname()
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Give the memory back. Leases still held keep their bytes, in this process, until they go. Idempotent."""
+        """Releases the memory. Leases still held keep their bytes in this process. Idempotent."""
         self._memory.close()
 
     def _place(self, lease: Lease) -> Place:

@@ -1,8 +1,8 @@
-"""Slots and the leases that pin them: what the engine gives out, whatever kind of place is behind a slot.
+"""Slots, and the leases that pin them, for any kind of place.
 
-Everything here belongs to the owner's thread, the engine's, *release of a lease included*: a worker thread hands its
-lease back through the executor's ``then``. Nothing may assume that slots are contiguous or of equal size: a lease
-gives spans.
+Everything here runs on the owner's thread, *also the release of a lease*: a worker thread hands its
+lease back through the executor's ``then``. A lease gives spans; slots need not be contiguous or of
+equal size.
 
 A slot's life::
 
@@ -23,18 +23,20 @@ from kvstow.layout import Place
 
 
 class SlotState(Enum):
+    """The state of a slot."""
+
     FREE = "free"
     RESERVED = "reserved"
     COMMITTED = "committed"
-    DOOMED = "doomed"  # nobody can find it any more; free once no lease pins it
+    DOOMED = "doomed"  # unfindable; free once no lease pins it
 
 
 class Lease:
-    """A pin on one slot: while it is held the slot's bytes are nobody else's.
+    """A pin on one slot. While it is held the slot is neither evicted nor reused.
 
-    The lease that ``reserve`` gave writes the slot: ``commit`` makes it a chunk, ``release`` before that gives the
-    slot back, and tells ``on_abort``. ``release`` is idempotent. A context manager, whose end releases. ``key``: the
-    chunk, as the index says.
+    The holder of the lease from ``reserve`` writes the slot. ``commit`` makes it a chunk; ``release``
+    before that frees the slot and calls ``on_abort``. ``release`` is idempotent. A lease is a context
+    manager whose exit releases it. ``key`` is the slot's chunk, set by the index.
     """
 
     __slots__ = ("_released", "_slots", "group", "key", "on_abort", "slot")
@@ -53,20 +55,20 @@ class Lease:
 
     @property
     def place(self) -> Place:
-        """Where the payload goes, for a worker."""
+        """The payload's place, for a worker."""
         self._held()
         return self._slots._place(self)
 
     def view(self) -> memoryview:
-        """The whole frame in this process: header page, then the padded spans. The host pool's only."""
+        """Returns the whole frame: header page, then padded spans. Only for the host pool."""
         return self._slots._frame(self._held(), self.group)
 
     def spans(self) -> list[memoryview]:
-        """The payload in this process, a view a shard, without padding. The host pool's only."""
+        """Returns the payload, one view for each shard, without padding. Only for the host pool."""
         return self._slots._payload(self._held(), self.group)
 
     def commit(self) -> None:
-        """The bytes are all there: the slot holds a chunk now, and this lease is an ordinary pin."""
+        """Makes the filled slot a chunk. The lease is an ordinary pin afterwards."""
         self._held()
         self._slots._commit(self)
 
@@ -95,13 +97,13 @@ class Lease:
 
 
 class Slots:
-    """A fixed number of slots, each for a chunk. A kind of place is a subclass.
+    """A fixed number of slots, each for one chunk. Each kind of place is a subclass.
 
     A double free, or any other use of a slot in a state that does not allow it, raises ``AssertionError``.
     """
 
-    tier: ClassVar[str]  # this kind's name among the tiers
-    gauges: ClassVar[str]  # what the names of its gauges begin with
+    tier: ClassVar[str]  # name of the tier
+    gauges: ClassVar[str]  # prefix of the gauges' names
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slots = slots
@@ -114,25 +116,25 @@ class Slots:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes reserved: whole slots within the budget."""
+        """Bytes of all slots."""
         return self.slots * self.slot_bytes
 
     @property
     def free(self) -> int:
-        """Slots that hold nothing."""
+        """Number of slots that hold nothing."""
         return len(self._free)
 
     @property
     def leased(self) -> int:
-        """Slots that at least one lease pins."""
+        """Number of slots that at least one lease pins."""
         return self._leased
 
     def found(self) -> Sequence[tuple[ChunkKey, int]]:
-        """Chunks of an earlier engine, with their slots, in the order in which they were stored. Asked once."""
+        """Returns the chunks of an earlier engine with their slots, in the order of storing. Called once."""
         return ()
 
     def reserve(self, group: int = 0) -> Lease | None:
-        """A free slot to fill with a chunk of ``group``. ``None``: there is none; evict and ask again."""
+        """Reserves a free slot for a chunk of ``group``. None: no slot is free; evict and call again."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -141,7 +143,7 @@ class Slots:
         return self._pin(slot)
 
     def lease(self, slot: int) -> Lease:
-        """One more pin on a chunk."""
+        """Pins a chunk once more."""
         self._expect(slot, SlotState.COMMITTED)
         return self._pin(slot)
 
@@ -150,17 +152,17 @@ class Slots:
         return self._state[slot] is SlotState.COMMITTED and not self._pins[slot]
 
     def free_slot(self, slot: int) -> None:
-        """Drop a chunk: nobody can lease it any more, and its memory is free once no lease pins it."""
+        """Drops a chunk. It can't be leased any more; its slot is free once no lease pins it."""
         self._expect(slot, SlotState.COMMITTED)
         self._state[slot] = SlotState.DOOMED
         if not self._pins[slot]:
             self._give_back(slot)
 
-    def spoil(self, slot: int) -> None:
-        """A worker failed to fill or to read the slot."""
+    def mark_failed(self, slot: int) -> None:
+        """Notes that a worker could not fill or read the slot."""
 
     def check_integrity(self) -> None:
-        """Assert that every slot is accounted for exactly once."""
+        """Asserts that every slot is in exactly one state, and that free and leased counts are right."""
         assert len(self._free) == len(set(self._free)), "a slot is free twice"
         free = {slot for slot, state in enumerate(self._state) if state is SlotState.FREE}
         assert free == set(self._free), (
@@ -175,14 +177,14 @@ class Slots:
             )
 
     def poll(self) -> None:
-        """The owner's thread passes by, once a step."""
+        """Does periodic work. The owner's thread calls it once a step."""
 
     def busy(self) -> bool:
-        """Whether an idle vLLM must keep stepping for what ``poll`` does."""
+        """Whether an idle vLLM must keep stepping for the work of ``poll``."""
         return False
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Give everything back, waiting at most ``timeout_s``. Idempotent."""
+        """Releases everything, waiting at most ``timeout_s``. Idempotent."""
 
     def _place(self, lease: Lease) -> Place:
         raise NotImplementedError
@@ -194,12 +196,13 @@ class Slots:
         raise AssertionError("the bytes of this kind of place are not in this process")
 
     def _pin(self, slot: int) -> Lease:
-        self._leased += not self._pins[slot]
+        if not self._pins[slot]:
+            self._leased += 1
         self._pins[slot] += 1
         return Lease(self, slot, self._group[slot])
 
     def _unpin(self, slot: int) -> bool:
-        """Take one pin off. True: it was a reservation, and ends uncommitted."""
+        """Removes one pin. True: it was the last one of a reservation that was not committed."""
         if self._pins[slot] < 1:
             raise AssertionError(f"slot {slot} released more often than leased")
         self._pins[slot] -= 1

@@ -27,10 +27,10 @@ class Write:
 
 
 class WriteThrough:
-    """Owner's thread only; never waits.
+    """Seals committed chunks and writes them to every lower tier. Owner's thread only; never waits.
 
-    At most ``max_pinned`` chunks are pinned by writes at a time, so that slow tiers can't starve the pool; each
-    tier bounds what is queued for it. What is refused is counted and stays in memory.
+    Writes pin at most ``max_pinned`` chunks at a time, so that slow tiers can't starve the pool. Each tier
+    limits the bytes queued for it. A refused chunk is counted and stays in memory.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class WriteThrough:
         self._bypassed: set[str] = set()
 
     def __len__(self) -> int:
-        """Chunks being sealed or written."""
+        """Number of chunks being sealed or written."""
         return len(self._writes)
 
     def busy(self) -> bool:
-        """Whether chunks are being sealed; what is being written, the tiers know."""
+        """Whether chunks are being sealed, with progress. Tiers report their own writes."""
         return (
             bool(self._sealer.outstanding)
             and self._clock.monotonic() - self._sealed_s < self._work_deadline_s
         )
 
     def start(self, key: ChunkKey, lease: Lease, seal: Seal) -> None:
-        """Seal the slot and write it to every tier; takes over ``lease``. ``seal`` runs on the sealer."""
+        """Seals the slot and writes it to every tier. Takes over ``lease``; ``seal`` runs on the sealer."""
         write = Write(key, lease)
         reason = None if any(tier.writable for tier in self._tiers) else "unavailable"
         if reason is None and len(self._writes) >= self._max_pinned:
@@ -103,11 +103,13 @@ class WriteThrough:
             self._end(write)
 
     def _end(self, write: Write) -> None:
-        if self._writes.pop(write, 0) is None:
-            write.lease.release()
+        if write not in self._writes:
+            return
+        del self._writes[write]
+        write.lease.release()
 
     def poll(self) -> None:
-        """What waits for a tier that has just gone out of use must not pin the pool until it is back."""
+        """Drops the writes that wait for a tier which has just become unwritable, so that they pin no slot."""
         for tier in self._tiers:
             if tier.writable:
                 self._bypassed.discard(tier.name)
@@ -117,14 +119,14 @@ class WriteThrough:
                 self._metrics.count("refused_chunks", dropped, tier=tier.name, reason="unavailable")
 
     def cancel(self) -> None:
-        """Drop every write that no worker has begun. Those that have end on their own."""
+        """Drops every write that no worker has begun. Begun ones end on their own."""
         for write in list(self._writes):
             write.cancelled = True
             for tier in list(write.calls):
                 self._drop(write, tier)
 
     def _drop(self, write: Write, tier: str) -> bool:
-        """True: ``tier`` had not begun this write, and never will."""
+        """Cancels a write to ``tier``. True: it had not begun and never will."""
         call = write.calls.get(tier)
         if call is None or not call.cancel():
             return False

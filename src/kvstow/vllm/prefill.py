@@ -45,7 +45,7 @@ class StepTimes:
     def _set_backlog(self, tokens: int) -> None:
         if tokens != self._backlog:
             self._backlog = tokens
-            self._cache.backlog(tokens)
+            self._cache.set_backlog(tokens)
 
     def began(self, output: SchedulerOutput) -> int:
         """Starts timing a step.
@@ -68,7 +68,9 @@ class StepTimes:
             step = self._open.popleft()
             if step.number == number:
                 now = self._clock.monotonic()
-                self._cache.stepped(step.prefill_tokens, now - max(step.began_s, self._ended_s))
+                self._cache.observe_step(
+                    step.prefill_tokens, now - max(step.began_s, self._ended_s)
+                )
                 self._ended_s = now
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstow.cache import Cache, Found
+from kvstow.cache import Cache, LookupState
 from kvstow.direct.hangs import HungRanks
 from kvstow.key import Namespace
 from kvstow.metrics import Metrics
@@ -121,7 +121,7 @@ class SchedulerSide:
             return (None, False) if self._starting() else (0, False)
         chunk = self._rules.chunk_tokens
         found = self._cache.fetch(request.request_id, tracked.keys(), computed_tokens // chunk)
-        if found.state is Found.PENDING:
+        if found.state is LookupState.PENDING:
             return None, False
         extra = found.chunks * chunk - computed_tokens
         if self._rules.lookahead:

@@ -12,7 +12,7 @@ from kvstow import build
 from kvstow.backends.descriptor import OpenContext
 from kvstow.build import plugins
 from kvstow.build.plugins import GROUP, plugin_names
-from kvstow.cache import Cache, Found
+from kvstow.cache import Cache, LookupState
 from kvstow.cli.doctor import command
 from kvstow.errors import SettingsError, UnsupportedError
 from kvstow.metrics import Metrics
@@ -118,7 +118,7 @@ def test_the_documented_store_is_a_tier_that_outlives_the_engine(
     first.close(5.0)
     [tier] = built(stores=[store], options=options)
     second, _ = engine([tier])
-    while (found := second.fetch("r", keys(0, 1, 2))).state is Found.PENDING:
+    while (found := second.fetch("r", keys(0, 1, 2))).state is LookupState.PENDING:
         tier.executor.wait(1.0)
         second.poll()
     assert found == hit(3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstow.cache import Found
+from kvstow.cache import LookupState
 from kvstow.key import ChunkKey
 from kvstow.testing.faults import Fault, unavailable
 from kvstow.tiers import TierLimits
@@ -10,7 +10,7 @@ from tests.unit.rig import FRAME_BYTES, MISS0, TOKENS, Rig, assert_bytes, fill, 
 
 
 def pending(rig: Rig, owner: str, *numbers: int) -> bool:
-    return rig.fetch(owner, *numbers).state is Found.PENDING
+    return rig.fetch(owner, *numbers).state is LookupState.PENDING
 
 
 def test_chunks_below_are_probed_once_read_checked_and_held_for_the_owner() -> None:
@@ -85,10 +85,10 @@ def test_a_chunk_evicted_between_those_being_read_ends_the_wait_when_they_arrive
 def test_a_start_in_the_middle_needs_nothing_before_it() -> None:
     rig = Rig()
     rig.put_below(3)
-    assert rig.engine.fetch("r", keys(1, 2, 3), 2).state is Found.PENDING
+    assert rig.engine.fetch("r", keys(1, 2, 3), 2).state is LookupState.PENDING
     rig.settle()
     assert rig.engine.fetch("r", keys(1, 2, 3), 2) == hit(3)
-    assert rig.engine.fetch("s", keys(1, 2, 3), 3) == (Found.MISS, 3)
+    assert rig.engine.fetch("s", keys(1, 2, 3), 3) == (LookupState.MISS, 3)
 
 
 def test_nothing_is_read_behind_what_another_tier_is_still_asked_for() -> None:
@@ -419,7 +419,7 @@ def test_who_comes_while_a_tier_hangs_does_not_wait_for_it() -> None:
     rig.fetch("r", 1)
     rig.run()
     rig.run()
-    assert seen == [MISS0, Found.PENDING, hit(1)]
+    assert seen == [MISS0, LookupState.PENDING, hit(1)]
     assert rig.fetch("later", 1) == hit(1)
 
 
@@ -440,7 +440,7 @@ def test_who_comes_while_a_probe_hangs_asks_the_next_tier() -> None:
     rig.stores[0].faults = [Fault("contains", delay=hang)]
     rig.fetch("r", 1)
     rig.run()
-    assert seen == [Found.PENDING, hit(1)]
+    assert seen == [LookupState.PENDING, hit(1)]
     rig.settle()
     rig.engine.forget("late")
     rig.assert_idle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstow.cache import Found
+from kvstow.cache import LookupState
 from kvstow.fetch.decide import COLD_LIMIT_S, EXPLORE_AFTER_S, GRACE_S
 from kvstow.testing.faults import unavailable
 from kvstow.tiers import TierLimits
@@ -15,7 +15,7 @@ CHUNK_S = 0.032  # to compute one, in ``known``
 
 
 def pending(rig: Rig, owner: str, *numbers: int) -> bool:
-    return rig.fetch(owner, *numbers).state is Found.PENDING
+    return rig.fetch(owner, *numbers).state is LookupState.PENDING
 
 
 def known(
@@ -23,7 +23,7 @@ def known(
 ) -> Rig:
     """A cache that knows: a chunk is computed in ``compute_s``, and read in ``load_s``."""
     rig = Rig(slots=slots, tiers=tiers, max_fetch_share=1.0, **more)  # type: ignore[arg-type]
-    rig.engine.stepped(1000, 1000 * compute_s / TOKENS)
+    rig.engine.observe_step(1000, 1000 * compute_s / TOKENS)
     for line in rig.engine.estimates.reads:
         for count in (1, 4) * 20:
             line.observe(count * FRAME_BYTES, count * load_s)
@@ -313,7 +313,7 @@ def test_a_fixed_least_number_counts_what_has_come_already() -> None:
     assert rig.found(*range(5)) == 4
     rig.settle()
     assert rig.fetch("r", *range(5)) == hit(5)
-    assert rig.fetch("s", 10, 11, 12).state is Found.MISS
+    assert rig.fetch("s", 10, 11, 12).state is LookupState.MISS
     assert rig.engine.fetcher.flights == 0
 
 

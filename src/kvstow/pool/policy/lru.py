@@ -26,9 +26,8 @@ class LRU:
         rest = iter(keys)
         while True:
             try:
-                deque(
-                    map(self._order.move_to_end, rest), maxlen=0
-                )  # a loop in C: a third of a Python loop's time
+                # A loop in C takes a third of a Python loop's time.
+                deque(map(self._order.move_to_end, rest), maxlen=0)
                 return
             except KeyError:
                 continue  # a key that is not held: the iterator stands behind it

@@ -1,11 +1,12 @@
 """S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, algorithm 1).
 
-A small queue takes new keys, so that what is used once passes through a tenth of the room and leaves. Keys that were
-used more than once on the way go to the main queue; keys that left the small queue are remembered, without their
-value, in a ghost queue, and go to the main queue at once when they come back. Compared with the paper:
+A small queue takes new keys. A key that is used once passes through this queue, a tenth of the room, and is
+evicted. A key that is used more than once on the way moves to the main queue. A key evicted from the small
+queue is remembered in a ghost queue, and enters the main queue when it returns. Compared with the paper:
 
-- the small queue's share is taken of what is held, not of a capacity: ``victim`` is called when the tier is full;
-- a leased key whose turn to go has come is put back to the head of its queue instead;
+- the small queue's share is that of the held keys, not of a capacity: ``victim`` is called when the
+  tier is full;
+- a leased key that would be evicted moves to the head of its queue instead;
 - after ``MAX_STEPS`` keys in one search frequency no longer protects, which bounds the search.
 """
 
@@ -21,9 +22,8 @@ from kvstow.pool.policy.base import MAX_LEASED_SKIPS, Evictable
 SMALL_SHARE: Final = 0.1
 MAX_FREQUENCY: Final = 3
 PROMOTE_ABOVE: Final = 1
-MAX_STEPS: Final = (
-    1024  # at about 1 µs a step: 1 ms at worst; amortised, each step is paid for by one touch
-)
+# A search takes 1 ms at worst, at 1 µs a step. Amortised, each step is paid for by one touch.
+MAX_STEPS: Final = 1024
 
 _Queue = OrderedDict[ChunkKey, int]  # key to size, oldest first
 
@@ -70,9 +70,8 @@ class S3FIFO:
         while True:
             steps += 1
             small_left = skipped_small < len(self._small)
-            main_left = skipped_main < (MAX_FREQUENCY + 1) * len(
-                self._main
-            )  # visits until the last frequency is 0
+            # A key of the main queue is visited until its frequency is 0.
+            main_left = skipped_main < (MAX_FREQUENCY + 1) * len(self._main)
             if skipped_small + skipped_main >= MAX_LEASED_SKIPS or not (small_left or main_left):
                 return None
             from_small = small_left and (
@@ -88,11 +87,13 @@ class S3FIFO:
                     self._remember(key)
                 return key
             queue.move_to_end(key)
-            skipped_small += from_small
-            skipped_main += not from_small
+            if from_small:
+                skipped_small += 1
+            else:
+                skipped_main += 1
 
     def _spare(self, key: ChunkKey, from_small: bool) -> bool:
-        """Give ``key`` the further round that its uses have earned. False: they have earned none."""
+        """Keeps ``key`` for a further round if it was used enough. False: it was not."""
         uses = self._frequency[key]
         if from_small:
             if uses > PROMOTE_ABOVE:
