@@ -136,7 +136,7 @@ def test_chunks_that_began_elsewhere_are_told_of(tmp_path: Path) -> None:
     assert list(check_stored(str(path), "0")) == []
     roots = {bytes(make_key(1).namespace): "vLLM's default"}
     store = open_disk(path, describe=lambda namespace: {stored.ROOT: roots[namespace]})
-    store.introduce(bytes(make_key(1).namespace), "vLLM's default")
+    store.register_namespace(bytes(make_key(1).namespace), "vLLM's default")
     assert list(check_stored(str(path), "0")) == [], "nothing would be missed"
     assert put(store, make_key(1), 1)
     assert [result.status for result in check_stored(str(path), None)] == [Status.OK]

@@ -308,7 +308,7 @@ def test_a_namespace_that_another_process_removes_while_it_is_introduced_is_intr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, removed = disk(tmp_path), removing(monkeypatch, 0)
-    store.introduce(make_key(0).namespace, "root")
+    store.register_namespace(make_key(0).namespace, "root")
     assert len(removed) == 3
     assert (tmp_path / make_key(0).namespace.hex() / "namespace.json").exists()
     assert not caplog.records

@@ -174,14 +174,14 @@ def test_c3_of_two_that_start_at_once_never_both_serve(tmp_path: Path) -> None:
 def test_c3_who_meets_a_rival_after_announcing_itself_takes_that_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, beside = DiskVolume.introduce, A.store(tmp_path)
+    real, beside = DiskVolume.register_namespace, A.store(tmp_path)
 
     def both(volume: DiskVolume, namespace: bytes, root: str) -> Any:
         real(beside._volumes[0], A.namespace, A.root)
         return real(volume, namespace, root)
 
     with monkeypatch.context() as patched:
-        patched.setattr(DiskVolume, "introduce", both)
+        patched.setattr(DiskVolume, "register_namespace", both)
         assert not B.runs(tmp_path)
     assert A.runs(tmp_path)
     beside.close()
@@ -344,7 +344,7 @@ def test_c3_commands_leave_what_a_running_engine_said_and_not_what_it_was_asked_
 
 def test_c3_what_is_said_is_counted(tmp_path: Path) -> None:
     store = A.store(tmp_path)
-    store.introduce(A.namespace, A.root)
+    store.register_namespace(A.namespace, A.root)
     used = store.used_bytes
     assert used is not None
     assert on_disk(tmp_path) <= used
@@ -362,7 +362,7 @@ def test_c3_where_it_can_t_be_said_the_start_goes_on(
 
 
 @pytest.mark.parametrize("fails", [0, 1])
-@pytest.mark.parametrize("what", ["rivals", "introduce"])
+@pytest.mark.parametrize("what", ["other_roots", "register_namespace"])
 def test_c3_a_directory_that_fails_hides_no_rival_in_another(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -371,17 +371,17 @@ def test_c3_a_directory_that_fails_hides_no_rival_in_another(
     fails: int,
 ) -> None:
     paths = tmp_path / "0", tmp_path / "1"
-    beside, real, introduce = (
+    beside, real, register = (
         A.store(paths[1 - fails]),
         getattr(DiskVolume, what),
-        DiskVolume.introduce,
+        DiskVolume.register_namespace,
     )
-    if what == "rivals":
-        beside.introduce(A.namespace, A.root)
+    if what == "other_roots":
+        beside.register_namespace(A.namespace, A.root)
 
     def failing(volume: DiskVolume, namespace: bytes, root: str) -> Any:
-        if what == "introduce":  # they start at once
-            introduce(beside._volumes[0], A.namespace, A.root)
+        if what == "register_namespace":  # they start at once
+            register(beside._volumes[0], A.namespace, A.root)
         if volume.path == str(paths[fails]):
             raise StoreUnavailable("broken")
         return real(volume, namespace, root)

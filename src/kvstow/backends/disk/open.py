@@ -58,7 +58,7 @@ def open_store(section: DiskSettings, context: OpenContext) -> OpenedStore:
         raise SettingsError(f"disk.paths {','.join(paths)} can't be used: {error}") from error
     if context.root is not None and context.namespace is not None:
         try:
-            store.introduce(context.namespace, context.root.word)
+            store.register_namespace(context.namespace, context.root.word)
         except UnsupportedError as error:
             store.close()
             raise UnsupportedError(f"tier disk: {error}") from None

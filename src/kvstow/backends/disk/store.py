@@ -139,25 +139,24 @@ class DiskStore:
 
     # --- beyond it --------------------------------------------------------------------------------
 
-    def introduce(self, namespace: bytes, root: str) -> None:
-        """Say in each directory that an engine uses a namespace, whose block hashes begin with
-        ``root``.
+    def register_namespace(self, namespace: bytes, root: str) -> None:
+        """Records in each directory that an engine uses a namespace with this root.
 
-        Raises ``UnsupportedError`` where one is there that differs in that alone: neither would
-        ever find what the other stored. Of two engines that start at once one sees the other, or
-        each does. A directory that fails is passed over, with a warning.
+        Raises ``UnsupportedError`` where a namespace is there that differs in the root alone: the two
+        engines would never find each other's chunks. Of two engines that start at the same time at
+        least one sees the other. A directory that fails is skipped, with a warning.
         """
         working = [*self._spread]
-        rivals = self._each(working, lambda volume: volume.rivals(namespace, root))
-        if not rivals:
-            rivals = self._each(working, lambda volume: volume.introduce(namespace, root))
-            for volume in self._spread if rivals else ():
+        others = self._each(working, lambda volume: volume.other_roots(namespace, root))
+        if not others:
+            others = self._each(working, lambda volume: volume.register_namespace(namespace, root))
+            for volume in self._spread if others else ():
                 with suppress(StoreUnavailable):
-                    volume.retract(namespace)
-        if rivals:
-            first, name, theirs = rivals[0]
+                    volume.unregister_namespace(namespace)
+        if others:
+            first, name, theirs = others[0]
             paths = " ".join(
-                f"--path {shlex.quote(path)}" for path, other, _ in rivals if other == name
+                f"--path {shlex.quote(path)}" for path, other, _ in others if other == name
             )
             raise UnsupportedError(
                 f"the block hashes of engines that use {first} too begin with another root "

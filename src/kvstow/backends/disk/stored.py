@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Final
 
-from kvstow.backends.disk.rivals import roots_in
+from kvstow.backends.disk.other_roots import roots_in
 from kvstow.backends.result import Result, ok, warning
 
 SEED: Final = "PYTHONHASHSEED"

@@ -18,9 +18,9 @@ from kvstow.backends.disk.access import DirectoryAccess
 from kvstow.backends.disk.bad_files import BadFiles
 from kvstow.backends.disk.index import ChunkFile, ChunkIndex, EvictionOrder, Look
 from kvstow.backends.disk.mount import MountedDirectory, is_regular, reap
+from kvstow.backends.disk.other_roots import other_roots
 from kvstow.backends.disk.quarantine import quarantine
 from kvstow.backends.disk.remove import remove_empty_namespace, remove_empty_namespaces
-from kvstow.backends.disk.rivals import rivals
 from kvstow.backends.disk.room import Room, VolumeLimits
 from kvstow.backends.disk.scan import ScanResult, allocated_bytes, scan
 from kvstow.layout import ALIGN
@@ -327,23 +327,23 @@ class DiskVolume:
 
         return _retry_while_removed(attempt)
 
-    def rivals(self, namespace: bytes, root: str) -> dict[str, str]:
+    def other_roots(self, namespace: bytes, root: str) -> dict[str, str]:
         with self.access.operation("looking at namespaces") as mount:
-            return rivals(mount, self._describe(namespace), root, self._clock.wall())
+            return other_roots(mount, self._describe(namespace), root, self._clock.wall())
 
-    def introduce(self, namespace: bytes, root: str) -> dict[str, str]:
-        """Say that a namespace is in use, before anything is written to it.
+    def register_namespace(self, namespace: bytes, root: str) -> dict[str, str]:
+        """Records that a namespace is in use, before anything is written to it.
 
-        Returns its rivals, looked for after.
+        Returns what ``other_roots`` finds afterwards.
         """
-        with self.access.operation("introducing a namespace") as mount:
+        with self.access.operation("registering a namespace") as mount:
             self._written.add(namespace)
             path = names.namespace_json(namespace)
             _retry_while_removed(lambda: self._make_namespace(mount, namespace, path))
-        return self.rivals(namespace, root)
+        return self.other_roots(namespace, root)
 
-    def retract(self, namespace: bytes) -> None:
-        with self.access.operation("retracting a namespace") as mount:
+    def unregister_namespace(self, namespace: bytes) -> None:
+        with self.access.operation("unregistering a namespace") as mount:
             remove_empty_namespace(mount, namespace.hex())
 
     def _make_namespace(self, mount: MountedDirectory, namespace: bytes, target: str) -> None:
