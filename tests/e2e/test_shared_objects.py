@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("obstore")
 
+from kvstow.layout import HEADER_BYTES
 from tests.e2e.engine_process import (
     ALL_TOKENS,
     CHUNKS,
@@ -115,7 +116,8 @@ class Story:
         self.server.objects.update(self.kept)
 
     def _corrupt(self) -> None:
-        for name, value in list(self.server.objects.items()):
+        chunks = {n: v for n, v in self.server.objects.items() if len(v) > HEADER_BYTES}
+        for name, value in chunks.items():
             self.server.objects[name] = value[:-100] + bytes([value[-100] ^ 0xFF]) + value[-99:]
 
 
