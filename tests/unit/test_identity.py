@@ -627,6 +627,22 @@ def test_b4_an_adapter_reloaded_with_changed_files_is_another(tmp_path: Path) ->
     assert lora_digest(str(folder)) != config
 
 
+def test_b4_where_hashes_have_no_path_a_name_stands_for_one_content(tmp_path: Path) -> None:
+    old = adapter(tmp_path / "v1", b"1" * 100)
+    new = adapter(tmp_path / "v2", b"2" * 100)
+    copy = adapter(tmp_path / "copy", b"1" * 100)
+    by_name = Adapters(hashes_have_path=False)
+    first = by_name.digest(request("x", old))
+    assert first is not None
+    assert by_name.digest(request("x", copy)) == first
+    assert by_name.digest(request("x", new)) is None
+    assert by_name.digest(request("x", old)) is None, "vLLM may compute with either"
+    assert by_name.digest(request("y", new)) is not None
+    by_path = Adapters()
+    assert by_path.digest(request("x", old)) == first
+    assert by_path.digest(request("x", new)) not in (None, first)
+
+
 def test_b4_an_adapter_that_changed_has_no_digest_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -268,12 +268,16 @@ class Adapters:
         options: str = "",
         since_ns: int | None = None,
         process_key: bytes = b"",
+        hashes_have_path: bool = True,
     ) -> None:
         """``executor`` reads the files, and callers ask ``reading`` first. None: callers read them.
 
         ``since_ns`` is the time before which vLLM had loaded nothing; None: no file is too new.
+        ``hashes_have_path``: vLLM's block hashes contain an adapter's path. Without it vLLM's own cache
+        gives out KV of an older adapter of the same name, so a name stands for one content only.
         """
-        # By name and path; None: the files have changed.
+        self._hashes_have_path = hashes_have_path
+        # By name, and path if hashes have it; None: the files have changed.
         self._first: dict[tuple[str, str], _FirstSeen | None] = {}
         self._executor = executor
         self._clock = clock or SystemClock()
@@ -314,14 +318,18 @@ class Adapters:
         if found is None:
             return None
         number = getattr(lora_request, "lora_int_id", None)
-        if (name, path) not in self._first:
+        key = (name, path if self._hashes_have_path else "")
+        if key not in self._first:
             if len(self._first) >= MAX_REMEMBERED:
                 del self._first[next(iter(self._first))]
-            self._first[name, path] = self._see(lora_request, name, path, found)
-        first = self._first[name, path]
-        if first is not None and (first.content != found or first.number not in (None, number)):
-            self._first[name, path] = first = None
-        return None if first is None else first.identity
+            self._first[key] = self._see(lora_request, name, path, found)
+        first = self._first[key]
+        if first is None:
+            return None
+        if first.content != found or first.number not in (None, number):
+            self._first[key] = None
+            return None
+        return first.identity
 
     def _see(self, lora_request: object, name: str, path: str, content: bytes) -> _FirstSeen:
         hasher = blake3(content)

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import vllm
+from packaging.version import Version
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -57,6 +59,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("kvstow")
+
+# Earlier releases name an adapter in block hashes by its name only.
+LORA_PATH_HASHED: Final = Version("0.32.0")
 
 # Connectors of these names read LMCache's settings too.
 LMCACHE_NAMES: Final = ("LMCacheConnectorV1", "RBLNLMCacheConnectorV1")
@@ -272,6 +277,7 @@ def scheduler_side(
             options=adapter_options(vllm_config),
             since_ns=since_ns,
             process_key=f"{transfer.engine_id} {since_ns}".encode(),
+            hashes_have_path=Version(vllm.__version__) >= LORA_PATH_HASHED,
         ),
         media=_media(vllm_config, readers, clock),
     )
