@@ -75,7 +75,7 @@ def test_a_master_that_is_absent_is_unavailable_and_used_when_it_comes(tmp_path:
 def test_a_master_that_takes_connections_and_never_answers_stops_nobody() -> None:
     """The client would hold the interpreter's lock for seconds, so a child process tries it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        store = open_store(f"127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=1.0)
+        store = open_store(f"127.0.0.1:{listener.getsockname()[1]}", connect_timeout_ms=1000)
         waits: list[BaseException] = []
         first = threading.Thread(target=lambda: waits.append(_raised(store.ping)))
         first.start()
@@ -98,7 +98,7 @@ def _raised(work: Any) -> BaseException:
 
 def test_a_wrong_address_of_the_metadata_is_unavailable(server: MooncakeServer) -> None:
     store = open_store(
-        server.master, metadata=f"http://127.0.0.1:{free_port()}/metadata", connect_timeout_s=5.0
+        server.master, metadata=f"http://127.0.0.1:{free_port()}/metadata", connect_timeout_ms=5000
     )
     with pytest.raises(StoreUnavailable, match="metadata"):
         store.ping()
