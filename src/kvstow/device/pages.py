@@ -147,29 +147,27 @@ def _pages(
     return Pages(LayerPages(name, page_bytes, layout), spec, views)
 
 
-def check_tensor(name: str, cache: object, spec: KVSpec, device_type: str) -> torch.Tensor:
+def check_tensor(
+    name: str, cache: object, spec: KVSpec, device_type: str, known: str = ""
+) -> torch.Tensor:
     """Returns the cache if it is a tensor of the device and of a known type.
 
-    Raises ``UnsupportedError``.
+    Raises ``UnsupportedError``, which lists the forms in ``known``; empty: ``FORMS``.
     """
+    reason = None
     if not isinstance(cache, torch.Tensor):
-        raise refuse(name, cache, spec, f"a {type(cache).__name__} is no tensor")
-    if cache.layout != torch.strided or cache.is_quantized:
-        raise refuse(name, cache, spec, "not a plain strided tensor")
-    if cache.device.type != device_type:
-        raise refuse(
-            name, cache, spec, f"it is on {cache.device.type!r}, this device serves {device_type!r}"
-        )
-    if cache.dtype not in KNOWN_DTYPES:
-        raise refuse(name, cache, spec, f"dtype {cache.dtype} is not known")
-    if cache.element_size() != spec.element_bytes:
-        raise refuse(
-            name,
-            cache,
-            spec,
-            f"its elements have {cache.element_size()} bytes, not {spec.element_bytes}",
-        )
-    return cache.detach()
+        reason = f"a {type(cache).__name__} is no tensor"
+    elif cache.layout != torch.strided or cache.is_quantized:
+        reason = "not a plain strided tensor"
+    elif cache.device.type != device_type:
+        reason = f"it is on {cache.device.type!r}, this device serves {device_type!r}"
+    elif cache.dtype not in KNOWN_DTYPES:
+        reason = f"dtype {cache.dtype} is not known"
+    elif cache.element_size() != spec.element_bytes:
+        reason = f"its elements have {cache.element_size()} bytes, not {spec.element_bytes}"
+    else:
+        return cache.detach()
+    raise refuse(name, cache, spec, reason, known)
 
 
 def _split(axes: str, tensor: torch.Tensor, spec: KVSpec) -> int:

@@ -59,7 +59,7 @@ def _check_tensor(name: str, cache: object, spec: KVSpec, device_type: str) -> t
             "VLLM_RBLN_USE_DEVICE_TENSOR=1"
         )
         raise refuse(name, cache, spec, reason, KNOWN)
-    tensor = check_tensor(name, cache, spec, device_type)
+    tensor = check_tensor(name, cache, spec, device_type, KNOWN)
     if not tensor.is_contiguous():
         raise refuse(name, cache, spec, "it is not contiguous", KNOWN)
     return tensor
