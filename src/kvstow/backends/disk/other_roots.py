@@ -13,6 +13,7 @@ from kvstow.backends.disk.mount import MountedDirectory
 from kvstow.backends.disk.remove import expects_chunks
 from kvstow.backends.disk.scan import base_namespace, namespaces, read_namespace_json
 from kvstow.backends.disk.scrub import chunks_after
+from kvstow.text import printable
 
 MAX_ROOT_CHARACTERS: Final = 200  # of another engine's root, in a message
 # Fields of a description that differ between any two namespaces.
@@ -38,9 +39,8 @@ def other_roots(
         if own.get(field) != root or field not in other:
             continue
         if expects_chunks(mount, name, now_s) or _has_chunks(mount.root, name):
-            theirs = str(other[field])[:MAX_ROOT_CHARACTERS]
-            shown = theirs if theirs.isprintable() else repr(theirs)
-            found[base_namespace(name, other)] = shown
+            theirs = printable(str(other[field])[:MAX_ROOT_CHARACTERS])
+            found[base_namespace(name, other)] = theirs
     return found
 
 
